@@ -3,6 +3,7 @@
 from importlib import import_module
 
 _HOME = {
+    "Compile": "compile",
     "EMA": "ema",
     "ExpertLoad": "expert_load",
     "MetricsCsv": "run_folder",

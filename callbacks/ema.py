@@ -120,14 +120,6 @@ class EMA(Callback):
         """Keep the averages until the weights that they belong to are there."""
         self.updates, self._loaded, self.average = state["updates"], state["average"], {}
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Save raw weights also when a checkpoint is written in the middle of an evaluation."""
-        for name, raw in self._raw.items():
-            if name in checkpoint["state_dict"]:
-                checkpoint["state_dict"][name] = _whole(raw)
-
 
 def _trainable(module: LightningModule) -> list[tuple[str, Tensor]]:
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad]

@@ -1,1 +1,49 @@
+"""The shipped configurations: find one by its name, list them all."""
 
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+OVERLAYS = ("strategy", "logger", "trainer")
+
+
+def names() -> list[str]:
+    """Names of all shipped configs, such as `ann_snn/digits`; the overlays come last."""
+    found = [p.relative_to(ROOT).with_suffix("").as_posix() for p in ROOT.glob("*/*.yaml")]
+    return sorted(
+        (n for n in found if not n.endswith("/sweep")), key=lambda n: (n.split("/")[0] in OVERLAYS, n)
+    )
+
+
+def find(name: str) -> Path:
+    """The file that `name` means: a path, or the name of a shipped config (also with `configs/` or `.yaml`).
+
+    Raises:
+        FileNotFoundError: naming the nearest names.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    short = name.removeprefix("./").removeprefix("configs/").removesuffix(".yaml")
+    if short in names():
+        return ROOT / f"{short}.yaml"
+    near = get_close_matches(short, names(), n=3, cutoff=0.4)
+    near += [n for n in names() if n.split("/")[-1] == short.split("/")[-1] and n not in near]
+    hint = f"did you mean {' or '.join(near)}?" if near else "`fulgurite configs` lists them"
+    raise FileNotFoundError(f"no config file and no shipped config is called {name!r}: {hint}")
+
+
+def description(name: str) -> str:
+    """The one-line comment at the top of a shipped config."""
+    with (ROOT / f"{name}.yaml").open() as file:
+        return file.readline().lstrip("# ").strip()
+
+
+def main(args: list[str]) -> None:
+    """`fulgurite configs [TEXT]`: every shipped config, or those whose name holds TEXT, with what it does."""
+    shown = [n for n in names() if all(a in n for a in args)]
+    width = max(map(len, shown), default=0)
+    for i, name in enumerate(shown):
+        if i and name.split("/")[0] != shown[i - 1].split("/")[0]:
+            sys.stdout.write("\n")
+        sys.stdout.write(f"{name:{width}}  {description(name)}\n")

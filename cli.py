@@ -1,0 +1,198 @@
+"""The front door: `python cli.py fit -c configs/<method>/<data>.yaml`, or `fulgurite fit -c <method>/<data>`.
+
+A thin LightningCLI. What the extra subcommands do lives in the folders they are about.
+"""
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+EXTRA_COMMANDS = {
+    "configs": ("configs", "main", "list the shipped configs"),
+    "consolidate": ("lightning_modules.distributed", "consolidate_main", "join a sharded checkpoint into one file"),
+}
+
+HELP = f"""usage: fulgurite COMMAND [options]
+
+  fit       train:               fulgurite fit -c METHOD/DATA [-c strategy/ddp] [-c logger/wandb] [--model.x VALUE]
+  validate  on validation data:  fulgurite validate -c RUN/config.yaml --ckpt_path RUN/checkpoints/last.ckpt
+  test      on test data:        fulgurite test -c RUN/config.yaml --ckpt_path RUN/checkpoints/last.ckpt
+  predict   on your files:       fulgurite predict -c RUN/config.yaml --ckpt_path RUN/checkpoints/last.ckpt
+{"".join(f"  {name:9} {text}" + chr(10) for name, (_, _, text) in EXTRA_COMMANDS.items())}
+-c takes a file or the name of a shipped config, and may be given again: later values win.
+`fulgurite fit --model.help CLASS` and `--data.help CLASS` explain a method's and a data module's options,
+`fulgurite fit --help` all the rest. `fulgurite --version` prints the version.
+FULGURITE_TRACEBACK=1 shows where an error came from."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run one command; an error that the user can mend becomes one line and exit code 2."""
+    args = list(sys.argv[1:] if args is None else args)
+    if not args or args[0] in ("-h", "--help"):
+        return print(HELP)
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        return print(f"fulgurite {version('fulgurite')}")
+    try:
+        if args[0] in EXTRA_COMMANDS:
+            module, function, _ = EXTRA_COMMANDS[args[0]]
+            return getattr(import_module(module), function)(args[1:])
+        run(args)
+    except (ValueError, OSError, ImportError) as error:
+        fail(error)
+    except Exception as error:  # from libraries: recognised by name, so that nothing is imported to say no
+        if type(error).__name__ not in ("ArgumentError", "MisconfigurationException", "UnpicklingError"):
+            raise
+        fail(error)
+
+
+def fail(error: Exception) -> None:
+    """Print one line that names the culprit, and exit with 2."""
+    if os.environ.get("FULGURITE_TRACEBACK"):
+        raise error
+    print("fulgurite: " + " ".join(str(error).split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def run(args: list[str]) -> None:
+    """`fit`, `validate`, `test` and `predict`."""
+    from configs import find
+
+    commands = ("fit", "validate", "test", "predict")
+    if args[0] not in commands:
+        from difflib import get_close_matches
+
+        near = get_close_matches(args[0], [*commands, *EXTRA_COMMANDS], n=1)
+        raise ValueError(
+            f"unknown command {args[0]!r}" + (f": did you mean {near[0]}?" if near else "; see fulgurite --help")
+        )
+    for i, arg in enumerate(args):  # names of shipped configs become paths
+        option, _, value = arg.partition("=")
+        if option in ("-c", "--config"):
+            if value:
+                args[i] = f"{option}={find(value)}"
+            elif i + 1 < len(args):
+                args[i + 1] = str(find(args[i + 1]))
+    front_door()(args)
+
+
+def front_door() -> type:
+    """The LightningCLI, defined on first use: importing lightning takes seconds that `--version` need not wait."""
+    import torch
+    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning.pytorch.cli import LightningCLI
+
+    from callbacks.run_folder import RunFolder, new_run_folder, run_folder_of
+    from lightning_modules.distributed import read_checkpoint
+
+    class FrontDoor(LightningCLI):
+        def __init__(self, args: list[str]) -> None:
+            self.given = args
+            self.checkpoint: dict = {}
+            super().__init__(
+                LightningModule,
+                LightningDataModule,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                save_config_callback=RunFolder,
+                seed_everything_default=0,
+                auto_configure_optimizers=False,
+                trainer_defaults={"logger": {"class_path": "callbacks.MetricsCsv"}},
+                parser_kwargs={"exit_on_error": False}
+                | {c: {"exit_on_error": False} for c in ("fit", "validate", "test", "predict")},
+                args=args,
+            )
+
+        def add_arguments_to_parser(self, parser) -> None:
+            parser.add_argument(
+                "--name",
+                type=str | None,
+                default=None,
+                help="Where the run is filed: <default_root_dir or runs>/<name>/<time>. Default: folder and name of "
+                "the first config.",
+            )
+
+        def _parse_ckpt_path(self) -> None:
+            """Fill in what the checkpoint stored and neither a config nor a flag names (they win here)."""
+            command = self.config.subcommand
+            config = self.config[command]
+            if not config.get("ckpt_path") or config.ckpt_path in ("best", "last", "hpc"):
+                return
+            self.checkpoint = read_checkpoint(Path(config.ckpt_path), ["hyper_parameters", "callbacks"])
+            stored = dict(self.checkpoint.get("hyper_parameters", {}))
+            stored.pop("_instantiator", None)
+            saved_by, configured = stored.pop("_class_path", None), config.model.class_path
+            if saved_by and saved_by.split(".")[-1] != configured.split(".")[-1]:
+                raise ValueError(f"checkpoint {config.ckpt_path} was saved by {saved_by}, the config has {configured}")
+            named = self.parser.parse_args(self.given, defaults=False)[command].get("model.init_args") or {}
+            init_args = {k: v for k, v in stored.items() if k not in named and k in config.model.init_args}
+            model = {"class_path": configured, "init_args": config.model.init_args.as_dict() | init_args}
+            self.config = self.parser.parse_object({command: {"model": model}}, self.config)
+
+        def before_instantiate_classes(self) -> None:
+            config = self.config[self.subcommand]
+            check_devices(config.trainer, torch.cuda.is_available())
+            config.name = config.name or name_of(config)
+            self.to_save = config.clone()
+            checkpoint = Path(config.ckpt_path) if config.get("ckpt_path") else None
+            run = run_folder_of(checkpoint) if checkpoint else None
+            run = run or new_run_folder(Path(config.trainer.default_root_dir or "runs"), config.name)
+            wandb_id = self.checkpoint.get("callbacks", {}).get("RunFolder", {}).get("wandb_id")
+            for logger in listed(config.trainer.logger):
+                if wandb_id and logger.class_path.endswith("WandbLogger") and logger.init_args.get("id") is None:
+                    logger.init_args.update({"id": wandb_id, "resume": "allow"})
+            config.trainer = fill_in(config.trainer, str(run))
+            config.trainer.default_root_dir = str(run)
+
+        def after_instantiate_classes(self) -> None:
+            for callback in self.trainer.callbacks:
+                if isinstance(callback, RunFolder):
+                    callback.config = self.to_save
+
+    return FrontDoor
+
+
+def name_of(config) -> str:
+    """`<method>/<data>`: folder and name of the first config file, or else the names of the two classes."""
+    files = config.get("config") or []
+    if files:
+        first = Path(str(files[0]))
+        return f"{first.resolve().parent.name}/{first.stem}"
+    data = config.data.class_path.split(".")[-1] if config.get("data") else "data"
+    return f"{config.model.class_path.split('.')[-1]}/{data}"
+
+
+def listed(value) -> list:
+    """Loggers are given as one, as a list, or as a switch."""
+    return value if isinstance(value, list) else [value] if hasattr(value, "class_path") else []
+
+
+def fill_in(value, run: str):
+    """Put the run folder in place of `{run}` in every string."""
+    if isinstance(value, str):
+        return value.replace("{run}", run)
+    if isinstance(value, list):
+        return [fill_in(v, run) for v in value]
+    if hasattr(value, "clone"):  # a jsonargparse Namespace
+        filled = value.clone()
+        for key, inner in vars(value).items():
+            filled[key] = fill_in(inner, run)
+        return filled
+    return {k: fill_in(v, run) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def check_devices(trainer, cuda: bool) -> None:
+    """Refuse what cannot start here, before anything is built."""
+    on_cpu = trainer.accelerator == "cpu" or (trainer.accelerator == "auto" and not cuda)
+    strategy = trainer.strategy if isinstance(trainer.strategy, str) else trainer.strategy.class_path
+    if on_cpu and (strategy.startswith("fsdp") or strategy.endswith(".FSDPStrategy")):
+        raise ValueError("FSDP1 needs GPUs and there is none here: use FSDP2, `-c strategy/fsdp2`, which runs on CPUs too")
+    cores = os.cpu_count() or 1
+    if on_cpu and str(trainer.devices).isdigit() and int(trainer.devices) > cores:
+        raise ValueError(f"trainer.devices {trainer.devices} is more than the {cores} CPU cores of this machine")
+
+
+if __name__ == "__main__":
+    main()
