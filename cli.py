@@ -10,7 +10,11 @@ from pathlib import Path
 
 EXTRA_COMMANDS = {
     "configs": ("configs", "main", "list the shipped configs"),
-    "consolidate": ("lightning_modules.distributed", "consolidate_main", "join a sharded checkpoint into one file"),
+    "consolidate": (
+        "lightning_modules.distributed",
+        "consolidate_main",
+        "join a sharded checkpoint into one file",
+    ),
 }
 
 HELP = f"""usage: fulgurite COMMAND [options]
@@ -188,7 +192,9 @@ def check_devices(trainer, cuda: bool) -> None:
     on_cpu = trainer.accelerator == "cpu" or (trainer.accelerator == "auto" and not cuda)
     strategy = trainer.strategy if isinstance(trainer.strategy, str) else trainer.strategy.class_path
     if on_cpu and (strategy.startswith("fsdp") or strategy.endswith(".FSDPStrategy")):
-        raise ValueError("FSDP1 needs GPUs and there is none here: use FSDP2, `-c strategy/fsdp2`, which runs on CPUs too")
+        raise ValueError(
+            "FSDP1 needs GPUs and there is none here: use FSDP2, `-c strategy/fsdp2`, which runs on CPUs too"
+        )
     cores = os.cpu_count() or 1
     if on_cpu and str(trainer.devices).isdigit() and int(trainer.devices) > cores:
         raise ValueError(f"trainer.devices {trainer.devices} is more than the {cores} CPU cores of this machine")

@@ -135,7 +135,7 @@ class RunFolder(SaveConfigCallback):
             metrics = {k: v.item() if torch.is_tensor(v) else v for k, v in trainer.callback_metrics.items()}
             path = Path(trainer.default_root_dir) / "test_metrics.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({k: v for k, v in sorted(metrics.items())}, indent=1) + "\n")
+            path.write_text(json.dumps(dict(sorted(metrics.items())), indent=1) + "\n")
 
 
 def _near(path: Path) -> Path:

@@ -11,9 +11,7 @@ OVERLAYS = ("strategy", "logger", "trainer")
 def names() -> list[str]:
     """Names of all shipped configs, such as `ann_snn/digits`; the overlays come last."""
     found = [p.relative_to(ROOT).with_suffix("").as_posix() for p in ROOT.glob("*/*.yaml")]
-    return sorted(
-        (n for n in found if not n.endswith("/sweep")), key=lambda n: (n.split("/")[0] in OVERLAYS, n)
-    )
+    return sorted((n for n in found if not n.endswith("/sweep")), key=lambda n: (n.split("/")[0] in OVERLAYS, n))
 
 
 def find(name: str) -> Path:

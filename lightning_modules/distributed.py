@@ -27,9 +27,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         process_group_backend: by default NCCL on GPUs and gloo on CPUs.
     """
 
-    def __init__(
-        self, save_distributed_checkpoint: bool = False, process_group_backend: str | None = None
-    ) -> None:
+    def __init__(self, save_distributed_checkpoint: bool = False, process_group_backend: str | None = None) -> None:
         super().__init__(
             data_parallel_size=1,
             tensor_parallel_size=1,
