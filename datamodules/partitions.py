@@ -1,0 +1,181 @@
+"""How images are dealt to clients. Pure numpy; every function returns one index array per client.
+
+Each index is dealt exactly once, and the result is a function of the arguments, the seed included.
+"""
+
+import numpy as np
+
+GROUP = 10  # clients that the released partitioner treats together
+
+
+def long_tail_counts(largest: float, num_classes: int, rho: float) -> list[int]:
+    """Samples kept of each class: `int(largest * (1 / rho)^(c / (C - 1)))`.
+
+    Args:
+        largest: Samples of class 0; the released code takes the number of samples divided by C.
+        num_classes: C, at least 2.
+        rho: Imbalance factor, at least 1: class 0 has rho times the samples of the last class.
+    """
+    return [int(largest * (1.0 / rho) ** (c / (num_classes - 1.0))) for c in range(num_classes)]
+
+
+def long_tail(labels: np.ndarray, rho: float, seed: int) -> np.ndarray:
+    """Indices of a long-tailed subset, class after class.
+
+    Shuffles each class with the calls of the released code (a legacy generator), so equal seeds give equal
+    subsets.
+
+    Args:
+        labels: `(n,)`, int.
+        rho: See `long_tail_counts`.
+        seed: Of the shuffles.
+
+    Raises:
+        ValueError: A class has fewer samples than the long tail asks for.
+    """
+    num_classes = int(labels.max()) + 1
+    random = np.random.RandomState(seed)
+    kept = []
+    for c, count in enumerate(long_tail_counts(len(labels) / num_classes, num_classes, rho)):
+        own = np.flatnonzero(labels == c)
+        if len(own) < count:
+            raise ValueError(
+                f"long tail impossible: class {c} has {len(own)} samples, {count} wanted; "
+                "raise `long_tail` or bring a balanced set"
+            )
+        random.shuffle(own)
+        kept.append(own[:count])
+    return np.concatenate(kept)
+
+
+def dirichlet(labels: np.ndarray, clients: int, alpha: float, seed: int) -> list[np.ndarray]:
+    """Label skew: each class is split over the clients by one draw of Dir(alpha). Clients may be empty.
+
+    Args:
+        labels: `(n,)`, int.
+        clients: Number of clients.
+        alpha: Concentration above 0; small is more skewed.
+        seed: Of the draws.
+    """
+    random = np.random.default_rng(seed)
+    parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
+    for c in np.unique(labels):
+        own = random.permutation(np.flatnonzero(labels == c))
+        cuts = (np.cumsum(random.dirichlet(np.full(clients, alpha)))[:-1] * len(own)).astype(int)
+        for part, piece in zip(parts, np.split(own, cuts), strict=True):
+            part.append(piece)
+    return [np.concatenate(part) for part in parts]
+
+
+def dirichlet_balanced(
+    labels: np.ndarray, clients: int, alpha: float, seed: int, indices: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """The released partitioner: Dirichlet in groups of ten clients, then a re-cut into parts of equal size.
+
+    Within a group, clients that already hold the average number of samples get nothing of further classes,
+    and the draw is repeated until the smallest has half the average. The parts are then joined and cut anew
+    into `clients` consecutive parts whose sizes differ by at most 1, so the effective skew is not exactly
+    Dir(alpha). The calls to the legacy generator are those of the released code: equal seeds give equal
+    partitions.
+
+    Args:
+        labels: `(n,)`, int.
+        clients: Number of clients.
+        alpha: Concentration above 0.
+        seed: Of the draws.
+        indices: Deal only these, in this order; by default class after class, as the released code lists
+            them.
+
+    Raises:
+        ValueError: Fewer samples than clients, or no draw in 1,000 gives every client half the average.
+    """
+    if indices is None:
+        indices = np.argsort(labels, kind="stable")
+    if len(indices) < clients:
+        raise ValueError(f"{len(indices)} samples cannot be dealt to {clients} clients: use fewer clients")
+    random = np.random.RandomState(seed)
+    order = np.arange(len(indices))
+    random.shuffle(order)
+    shuffled = indices[order]
+    groups = -(-clients // GROUP)
+    share = int(GROUP / clients * len(shuffled)) if groups > 1 else len(shuffled)
+    dealt = []
+    for g in range(groups):
+        pool = shuffled[g * share : None if g == groups - 1 else (g + 1) * share]
+        dealt += _dirichlet_group(labels, pool, min(GROUP, clients - g * GROUP), alpha, random)
+    return list(np.array_split(np.concatenate(dealt), clients))
+
+
+def _dirichlet_group(
+    labels: np.ndarray, pool: np.ndarray, clients: int, alpha: float, random: np.random.RandomState
+) -> list[np.ndarray]:
+    average = len(pool) / clients
+    for _ in range(1000):
+        parts = [pool[:0] for _ in range(clients)]
+        for c in range(int(labels.max()) + 1):
+            own = pool[labels[pool] == c]
+            share = random.dirichlet(np.full(clients, alpha)) * [len(part) < average for part in parts]
+            if len(own) == 0:
+                continue
+            if share.sum() == 0:  # every open client drew 0, as tiny alphas do: start over
+                break
+            cuts = (np.cumsum(share / share.sum()) * len(own)).astype(int)[:-1]
+            parts = [np.concatenate(p) for p in zip(parts, np.split(own, cuts), strict=True)]
+        else:
+            if min(len(part) for part in parts) >= int(0.5 * average):
+                return parts
+    raise ValueError(
+        f"no Dirichlet({alpha}) split gives each of {clients} clients half the average of {average:.0f} "
+        "samples: raise alpha, or use partition dirichlet"
+    )
+
+
+def shards(labels: np.ndarray, clients: int, classes_per_client: int, seed: int) -> list[np.ndarray]:
+    """Label skew by shards: pieces of the label-sorted data are dealt to the clients at random.
+
+    Args:
+        labels: `(n,)`, int.
+        clients: Number of clients.
+        classes_per_client: Pieces a client; a piece may span two classes.
+        seed: Of the deal.
+    """
+    random = np.random.default_rng(seed)
+    order = random.permutation(len(labels))
+    pieces = np.array_split(order[np.argsort(labels[order], kind="stable")], clients * classes_per_client)
+    deal = random.permutation(len(pieces)).reshape(clients, classes_per_client)
+    return [np.concatenate([pieces[p] for p in row]) for row in deal]
+
+
+def quantity(size: int, clients: int, alpha: float, seed: int) -> list[np.ndarray]:
+    """Quantity skew: client sizes are one draw of Dir(alpha), labels are mixed evenly. Clients may be empty.
+
+    Args:
+        size: Number of samples.
+        clients: Number of clients.
+        alpha: Concentration above 0; small is more skewed.
+        seed: Of the draw.
+    """
+    random = np.random.default_rng(seed)
+    order = random.permutation(size)
+    cuts = (np.cumsum(random.dirichlet(np.full(clients, alpha)))[:-1] * size).astype(int)
+    return np.split(order, cuts)
+
+
+def even(size: int, clients: int, seed: int) -> list[np.ndarray]:
+    """No skew: equal parts of a shuffled order."""
+    return np.array_split(np.random.default_rng(seed).permutation(size), clients)
+
+
+def by_domain(domains: np.ndarray, clients_per_domain: list[int], seed: int) -> list[np.ndarray]:
+    """Domain skew: each client sees one domain, whose samples are dealt evenly to its clients.
+
+    Args:
+        domains: `(n,)`, int: domain of each sample.
+        clients_per_domain: Clients of domain 0, 1, ...; none of them 0.
+        seed: Of the shuffles.
+    """
+    random = np.random.default_rng(seed)
+    parts = []
+    for d, count in enumerate(clients_per_domain):
+        parts += np.array_split(random.permutation(np.flatnonzero(domains == d)), count)
+    return parts

@@ -1,0 +1,54 @@
+"""Averages of complete state dicts, weighted by the number of samples. Pure functions of tensors."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+State = Mapping[str, Tensor]
+
+
+def flatten(state: State) -> Tensor:
+    """All floating entries (BatchNorm statistics included), in the order of the keys, as a float64 `(p,)`."""
+    return torch.cat([v.detach().double().flatten() for v in state.values() if v.is_floating_point()])
+
+
+def unflatten(vector: Tensor, like: State) -> dict[str, Tensor]:
+    """The inverse of `flatten`: new tensors shaped and typed as in `like`, without its integer entries."""
+    result, start = {}, 0
+    for name, value in like.items():
+        if value.is_floating_point():
+            result[name] = vector[start : start + value.numel()].view(value.shape).to(value.dtype)
+            start += value.numel()
+    return result
+
+
+def weighted_average(states: Iterable[State], sizes: Iterable[int]) -> dict[str, Tensor]:
+    """FedAvg: `sum_k n_k / N w_k` over complete state dicts, summed in float64.
+
+    States are consumed one after the other, so a generator keeps memory at two models. Every entry is copied
+    on the way: the released driver stores references to one model that it goes on training, and its "average"
+    is the last client's model.
+
+    Args:
+        states: One state dict a client, all with the same keys and shapes.
+        sizes: Samples of each client, n_k.
+
+    Returns:
+        A new state dict. Integer entries (BatchNorm's batch counters) are the largest over the clients.
+
+    Raises:
+        ValueError: No client, or no sample at all.
+    """
+    total, weight, counters, like = None, 0, {}, None
+    for state, size in zip(states, sizes, strict=True):
+        weighted = flatten(state) * size
+        total = weighted if total is None else total + weighted
+        weight += size
+        like = {k: v.detach() for k, v in state.items()} if like is None else like
+        for name, value in state.items():
+            if not value.is_floating_point():
+                counters[name] = torch.maximum(counters[name], value) if name in counters else value.clone()
+    if like is None or weight == 0:
+        raise ValueError("nothing to average: no client sent a model trained on at least one sample")
+    return {k: {**counters, **unflatten(total / weight, like)}[k] for k in like}
