@@ -1,0 +1,13 @@
+"""GraphPFN: in-context prediction on graphs. Names are imported when first used."""
+
+from importlib import import_module
+
+_HOME = {"GraphPFN": "module"}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

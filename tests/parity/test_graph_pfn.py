@@ -1,0 +1,159 @@
+"""GraphPFN against arrays made by the authors' code (see `cases.py`)."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_modules.graph_pfn.adapter import AdapterMLP, GraphAttention, Neighbours, PreNorm
+from lightning_modules.graph_pfn.backbone import Block, CellEncoder, normalise_table
+from lightning_modules.graph_pfn.checkpoints import to_published_names
+from lightning_modules.graph_pfn.network import PublishedConfig, PublishedNetwork, context_first, relabel
+from tests.parity.cases import check, files
+
+
+def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict]:
+    arrays = np.load(path, allow_pickle=False)
+    tensors = {key: torch.from_numpy(arrays[key]) for key in arrays.files if arrays[key].dtype.kind != "U"}
+    weights = {key[2:]: value for key, value in tensors.items() if key.startswith("w/")}
+    return tensors, weights, json.loads(str(arrays["config_json"]))
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 2e-5, rtol: float = 1e-4) -> None:
+    torch.testing.assert_close(actual.detach().to(expected.dtype), expected, atol=atol, rtol=rtol, equal_nan=True)
+
+
+def adapter_case(path: Path) -> None:
+    a, weights, config = load(path)
+    width = config["embed_dim"]
+    graph = Neighbours.of(a["in/edge_index"], config["n_nodes"])
+    for kernel in ("dense", "sparse"):
+        conv = PreNorm(width, GraphAttention(width, config["n_heads"], chunk=64, kernel=kernel))
+        mlp = PreNorm(width, AdapterMLP(width))
+        torch.nn.ModuleDict({"conv": conv, "mlp": mlp}).load_state_dict(weights)
+        x = a["in/x"][0].clone().requires_grad_()
+        aggregated = conv(x, graph)
+        after = x + aggregated
+        y = after + mlp(after)
+        close(aggregated, a["out/graph_attention"][0])
+        close(after, a["out/after_conv"][0])
+        close(y, a["out/y"][0])
+        (y * a["in/cotangent"][0]).sum().backward()
+        close(x.grad, a["out/grad_x"][0])
+
+
+def block_case(path: Path) -> None:
+    a, weights, config = load(path)
+    for batch in range(config["B"]):
+        for chunk in (4, 2**14):  # one row, one token position at a time; everything at once
+            block = Block(config["embed_dim"], config["n_heads"], config["hid_dim"], chunk)
+            block.load_state_dict(weights)
+            x = a["in/x"][batch].clone().requires_grad_()
+            y = block(x, int(a["in/eval_pos"]))
+            close(y, a["out/y"][batch])
+            (y * a["in/cotangent"][batch]).sum().backward()
+            close(x.grad, a["out/grad_x"][batch])
+        with torch.no_grad():
+            x = a["in/x"][batch]
+            for i in range(2):
+                part = block.feature_attentions[i](block.norm(x))
+                close(part, a[f"out/feature_attention_{i}"][batch])
+                x = x + part
+                part = block.mlp[i](block.norm(x))
+                close(part, a[f"out/mlp_{i}"][batch])
+                x = x + part
+            part = block.sequence_attentions[0](block.norm(x), int(a["in/eval_pos"]))
+            close(part[: int(a["in/eval_pos"])], a["out/sample_attention_context"][batch])
+            if "out/sample_attention_query" in a:
+                close(part[int(a["in/eval_pos"]) :], a["out/sample_attention_query"][batch])
+            close(block.mlp[2](block.norm(x + part)), a["out/mlp_2"][batch])
+
+
+def network(config: dict, weights: dict[str, torch.Tensor], kernel: str = "auto") -> PublishedNetwork:
+    sizes = PublishedConfig(
+        width=config["embed_dim"],
+        heads=config["n_heads"],
+        hidden=config["hid_dim"],
+        blocks=config["n_layers"],
+        adapter_heads=config.get("adapter_heads", 4),
+        group=config.get("features_per_group", 2),
+        chunk=256,
+        kernel=kernel,
+    )
+    model = PublishedNetwork(sizes).eval()
+    missing = set(model.load_state_dict(to_published_names(weights), strict=False).missing_keys)
+    assert all(re.match(r"transformer_encoder\.layers\.\d+\.(conv|mlp)\.(norm|base)\.", key) for key in missing)
+    return model
+
+
+@torch.no_grad()
+def backbone_case(path: Path) -> None:
+    a, weights, config = load(path)
+    model = network(config, weights)
+    x, n = a["in/x"], int(a["in/n_context"])
+    table, mean, std, valid = normalise_table(x, n, config["features_per_group"])
+    close(table, a["out/preprocessed_x"])
+    close(mean, a["out/norm_mean"])
+    close(std, a["out/norm_std"])
+    assert torch.equal(valid, a["out/valid_slots"])
+    encoder: CellEncoder = model.encoder_x[0]
+    close(encoder(table), a["out/cell_embedding"])
+    close(model.feature_positional_embedding(a["in/feature_identity"]), a["out/identity_embedding"])
+    labels, values = a["in/y_class_context"], a["in/y_reg_context"]
+    close(model.cls_y_encoder["2"](labels, len(x)).half(), a["out/target_embedding_cls"], atol=1e-3)
+    close(model.reg_y_encoder["1"](values, len(x)).half(), a["out/target_embedding_reg"], atol=1e-3)
+    encoded = model.encode(x, labels, None, "classification", a["in/feature_identity"])
+    close(encoded.tokens, a["out/encoder_out_cls"])
+    close(model.decode_features(encoded), a["out/feature_pred_cls"])
+    close(model.decode(encoded, n), a["out/cls_logits"])
+    encoded = model.encode(x, values, None, "regression", a["in/feature_identity"])
+    close(encoded.tokens, a["out/encoder_out_reg"], atol=5e-4)
+    close(model.decode(encoded, n, "regression"), a["out/reg_prediction"], atol=2e-4)
+
+
+@torch.no_grad()
+def whole_case(path: Path) -> None:
+    a, weights, config = load(path)
+    regression = config["task"] == "regression"
+    task = "regression" if regression else "classification"
+    x = a["in/features"]
+    if "in/random_features" in a:
+        x = torch.cat([x, a["in/random_features"]], 1)
+    order = context_first(a["in/train_mask"])
+    assert torch.equal(order, a["out/perm"])
+    n_context = int(a["in/train_mask"].sum())
+    graph = Neighbours.of(relabel(a["in/edge_index"], order), len(x))
+    y = a["in/y"][order[:n_context]]
+    for kernel in ("dense", "sparse"):
+        model = network(config, weights, kernel)
+        encoded = model.encode(x[order], y, graph, task, a["in/feature_identity"])
+        tokens = torch.empty_like(a["out/encoder_target_token"])
+        tokens[order] = encoded.tokens[:, -1]
+        close(tokens, a["out/encoder_target_token"], atol=5e-4 if regression else 2e-5)
+
+        def predictions(prediction: torch.Tensor) -> torch.Tensor:
+            out = torch.zeros_like(a["out/predictions"])
+            out[order[n_context:]] = prediction if regression else F.log_softmax(prediction, -1)
+            return out
+
+        atol = 2e-4 if regression else 2e-5
+        close(predictions(model.decode(encoded, n_context, task)), a["out/predictions"], atol=atol)
+        plain = model(x[order], y, None, task, a["in/feature_identity"])
+        close(predictions(plain), a["out/predictions_zero_adapter"], atol=atol)
+
+
+CHECKS = {
+    "adapter_*": adapter_case,
+    "block_*": block_case,
+    "backbone_*": backbone_case,
+    "graphpfn_*": whole_case,
+}
+
+
+@pytest.mark.parametrize("path", files("graph_pfn"))
+def test_case(path: Path) -> None:
+    check(path, CHECKS)
