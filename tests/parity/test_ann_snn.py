@@ -195,15 +195,15 @@ def check_network_weights(path: Path) -> None:
     ann, student = converted(base, base_config)
     teacher = prepare(ann)
     for dtype in (torch.float32, torch.float64):
-        student, teacher = student.to(dtype), teacher.to(dtype)
+        student = student.to(dtype)
         terms, biased = [], []
-        for x in base["calibration"][: config["batches"]].to(dtype):
-            grams = simulate(student, x, config["T"], reduce=gram).features
-            rates = simulate(student, x, config["T"]).features
-            _, features = teacher_features(teacher, x, student.monitored)
-            flat = {k: v.flatten(1) for k, v in features.items()}
+        for x in base["calibration"][: config["batches"]]:
+            grams = simulate(student, x.to(dtype), config["T"], reduce=gram).features
+            rates = simulate(student, x.to(dtype), config["T"]).features
+            _, features = teacher_features(teacher, x, student.monitored)  # float32 in the references as well
+            flat = {k: v.flatten(1).to(dtype) for k, v in features.items()}
             terms.append(torch.stack([hsic(grams[k], f @ f.T) for k, f in flat.items()]))
-            biased.append(torch.stack([linear_cka(rates[k], features[k]) for k in features]))
+            biased.append(torch.stack([linear_cka(rates[k], flat[k]) for k in flat]))
         cka = torch.stack([batch_mean_cka(layer) for layer in zip(*terms, strict=True)])
         biased = torch.stack(biased)
         official = a["cka_matrix"].diagonal()
