@@ -1,0 +1,25 @@
+"""Dyn-VPP: post-training a video diffusion predictor with a verifiable reward on its dynamics (arXiv 2603.19370).
+
+The pure functions live in `sampler`, `rewards`, `objective`, `networks` and `metrics`. Names are imported when first
+used, so that the sampler does not load diffusers.
+"""
+
+from importlib import import_module
+
+_HOME = {
+    "ActionDecoder": "networks",
+    "ActionEncoder": "networks",
+    "VideoFormer": "networks",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
