@@ -3,8 +3,11 @@
 A thin LightningCLI. What the extra subcommands do lives in the folders they are about.
 """
 
+import logging
 import os
+import re
 import sys
+import warnings
 from importlib import import_module
 from pathlib import Path
 
@@ -56,8 +59,28 @@ def fail(error: Exception) -> None:
     """Print one line that names the culprit, and exit with 2."""
     if os.environ.get("FULGURITE_TRACEBACK"):
         raise error
-    print("fulgurite: " + " ".join(str(error).split()), file=sys.stderr)
+    print(f"fulgurite: {concise(str(error))}", file=sys.stderr)
     sys.exit(2)
+
+
+def concise(message: str) -> str:
+    """Keep of the parser's message, which lists everything it tried, the part that names the culprit."""
+    message = " ".join(message.split())
+    key = re.match(r'Parser key "([\w.]+)": ', message)
+    if "Errors: - " in message:
+        message = message.split("Errors: - ", 1)[1]
+        message = re.split(r" - Expected a <class 'NoneType'>| Given value type: ", message)[0]
+        message = (f"{key[1]}: " if key else "") + message.removeprefix("Problem with given class_path ")
+    option = re.search(r"'([\w.]+)': Option '(\w+)' is not accepted", message)
+    if option:
+        import inspect
+        from difflib import get_close_matches
+
+        module, _, name = option[1].rpartition(".")
+        known = [p for p in inspect.signature(getattr(import_module(module), name)).parameters if p != "self"]
+        near = get_close_matches(option[2], known, n=2)
+        message += f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(known)}"
+    return message
 
 
 def run(args: list[str]) -> None:
@@ -91,10 +114,16 @@ def front_door() -> type:
     from callbacks.run_folder import RunFolder, new_run_folder, run_folder_of
     from lightning_modules.distributed import read_checkpoint
 
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # lightning's own use of a renamed class
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "litlogger" not in record.getMessage() and "litmodels" not in record.getMessage()
+    )
+
     class FrontDoor(LightningCLI):
         def __init__(self, args: list[str]) -> None:
             self.given = args
             self.checkpoint: dict = {}
+            strict = {"exit_on_error": False, "allow_abbrev": False}
             super().__init__(
                 LightningModule,
                 LightningDataModule,
@@ -104,8 +133,7 @@ def front_door() -> type:
                 seed_everything_default=0,
                 auto_configure_optimizers=False,
                 trainer_defaults={"logger": {"class_path": "callbacks.MetricsCsv"}},
-                parser_kwargs={"exit_on_error": False}
-                | {c: {"exit_on_error": False} for c in ("fit", "validate", "test", "predict")},
+                parser_kwargs=strict | dict.fromkeys(("fit", "validate", "test", "predict"), strict),
                 args=args,
             )
 
@@ -117,6 +145,9 @@ def front_door() -> type:
                 help="Where the run is filed: <default_root_dir or runs>/<name>/<time>. Default: folder and name of "
                 "the first config.",
             )
+
+        def parse_arguments(self, parser, args) -> None:
+            self.config = parser.parse_args(args)
 
         def _parse_ckpt_path(self) -> None:
             """Fill in what the checkpoint stored and neither a config nor a flag names (they win here)."""

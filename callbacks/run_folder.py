@@ -28,7 +28,7 @@ def new_run_folder(root: Path, name: str) -> Path:
     inherited = os.environ.get("FULGURITE_RUN")
     if inherited and "LOCAL_RANK" in os.environ:
         return Path(inherited)
-    folder = root / name / f"{datetime.now():%Y-%m-%d_%H%M%S}-{os.urandom(2).hex()}"
+    folder = root.resolve() / name / f"{datetime.now():%Y-%m-%d_%H%M%S}-{os.urandom(2).hex()}"
     for parent in folder.parents:
         if parent.exists():
             if not parent.is_dir():
@@ -128,6 +128,15 @@ class RunFolder(SaveConfigCallback):
         if path:
             config = Path(trainer.default_root_dir) / CONFIG
             rank_zero_info(f"Test it with:\n  fulgurite test -c {_near(config)} --ckpt_path {_near(Path(path))}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """A run that ends before its first step leaves nothing behind."""
+        folder = Path(trainer.default_root_dir)
+        if trainer.is_global_zero and trainer.global_step == 0 and folder.is_dir():
+            left = [p.name for p in folder.iterdir()]
+            if left in ([], [CONFIG]) and trainer.state.fn == "fit":
+                (folder / CONFIG).unlink(missing_ok=True)
+                folder.rmdir()
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the test's figures as JSON."""

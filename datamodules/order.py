@@ -123,7 +123,8 @@ class Loader:
         collate: Callable[[Any], Any] = _as_is,
     ) -> None:
         self.dataset = dataset
-        self.sampler = batches  # the name Lightning looks for to set the epoch
+        self.sampler = batches  # Lightning looks for this name to set the epoch, and for the next to judge the order
+        self.batch_sampler = None
         self.position = 0  # batches of this epoch that were handed out
         self._loader = DataLoader(
             dataset,

@@ -1,0 +1,612 @@
+"""Speech with its text: a small corpus made on the spot, a JSONL manifest, or a folder of audio with metadata."""
+
+import csv
+import ctypes
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from datamodules.order import Draw, GlobalBatches, Loader, counter_uniform, ranks
+
+AUDIO_ENDINGS = (".wav", ".flac", ".ogg", ".mp3", ".opus")
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+VOICES = [f"en-us+{v}" for v in ("f1", "f2", "f3", "f4", "m1", "m2", "m3", "m4", "m5", "m6")]
+UNSEEN_VOICES = ["en-us+f5", "en-us+m7", "en-us+m8", "en-gb-x-rp"]
+
+
+class Utterances(NamedTuple):
+    """A batch of b utterances.
+
+    Attributes:
+        audio: float32 `[b, s]`, mono samples in [-1, 1] at the data module's `sample_rate`, zeros at the right.
+        length: int64 `[b]`, samples of each; 0 where there is only text.
+        text: b transcripts, or what is to be spoken.
+        answer: b answers to spoken questions, empty where there is none.
+        answer_audio: float32 `[b, s2]`, the spoken answers.
+        answer_length: int64 `[b]`, samples of each, 0 where there is none.
+        speaker: b names, empty where unknown.
+        unseen: bool `[b]`, whether the speaker is held out of training.
+        number: float32 `[b]`, uniform in [0, 1), fixed by seed, epoch and item: for choices made per item.
+        index: int64 `[b]`, position in the split.
+        name: b names of files.
+    """
+
+    audio: Tensor
+    length: Tensor
+    text: list[str]
+    answer: list[str]
+    answer_audio: Tensor
+    answer_length: Tensor
+    speaker: list[str]
+    unseen: Tensor
+    number: Tensor
+    index: Tensor
+    name: list[str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a manifest.
+
+    Attributes:
+        audio: file, relative to the manifest; empty for text alone.
+        text: transcript.
+        start: where the utterance begins in the file, in seconds.
+        duration: its length in seconds; None: to the end of the file.
+        speaker: name of the speaker, for splits.
+        lang: language code; kept, not used here.
+        split: `train`, `val` or `test`; empty: by a hash of the text.
+        answer: answer to a spoken question.
+        answer_audio: file of the spoken answer.
+        sample_rate: rate of the file in Hz, if it is to be checked.
+    """
+
+    audio: str = ""
+    text: str = ""
+    start: float = 0.0
+    duration: float | None = None
+    speaker: str = ""
+    lang: str = ""
+    split: str = ""
+    answer: str = ""
+    answer_audio: str = ""
+    sample_rate: int | None = None
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+
+def read_manifest(path: Path) -> list[Row]:
+    """Rows of a JSONL manifest; audio files are relative to its folder. Unknown keys are left aside.
+
+    Raises:
+        ValueError: naming every line that is not a JSON object with `audio` or `text`.
+    """
+    rows, problems = [], []
+    known = set(Row.__dataclass_fields__)
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                values = {k: v for k, v in json.loads(line).items() if k in known}
+                if not (values.get("audio") or values.get("text")):
+                    raise ValueError("neither audio nor text")
+                for key in ("audio", "answer_audio"):
+                    if values.get(key):
+                        values[key] = str(path.parent / values[key])
+                rows.append(Row(**values))
+            except (ValueError, TypeError, AttributeError) as error:
+                problems.append(f"line {number}: {error}")
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}")
+    if not rows:
+        raise ValueError(f"{path} has no rows")
+    return rows
+
+
+def read_folder(path: Path) -> list[Row]:
+    """Rows of a folder of audio in the layout of the Hugging Face `datasets` library (AudioFolder).
+
+    `metadata.csv` or `metadata.jsonl`, at the top or in `train/`, `validation/` and `test/`, has `file_name` and
+    `transcription` (or `text`), and may have any column of a manifest.
+
+    Raises:
+        FileNotFoundError: if there is no metadata file.
+    """
+    splits = {"train": "train", "validation": "val", "val": "val", "test": "test"}
+    rows = []
+    for folder, split in [(path, ""), *((path / name, s) for name, s in splits.items())]:
+        records: list[dict] = []
+        if (folder / "metadata.jsonl").is_file():
+            text = (folder / "metadata.jsonl").read_text(encoding="utf-8")
+            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+        elif (folder / "metadata.csv").is_file():
+            with (folder / "metadata.csv").open(encoding="utf-8", newline="") as file:
+                records = list(csv.DictReader(file))
+        for record in records:
+            values = {k: v for k, v in record.items() if k in ("speaker", "lang", "answer") and v}
+            transcript = record.get("transcription") or record.get("text") or ""
+            rows.append(Row(str(folder / record["file_name"]), transcript, split=split, **values))
+    if not rows:
+        raise FileNotFoundError(f"{path} has no metadata.csv or metadata.jsonl with file_name and transcription")
+    return rows
+
+
+def check_files(rows: list[Row]) -> list[float]:
+    """Duration of every row in seconds (0 for text alone), after a look at each file's header.
+
+    Raises:
+        ValueError: naming every file that is missing, empty, not audio, at another rate than declared, or shorter
+            than `start + duration`.
+    """
+    import soundfile
+
+    headers: dict[str, tuple[int, int] | str] = {}
+    seconds, problems = [], {}
+    for row in rows:
+        for path in filter(None, (row.audio, row.answer_audio)):
+            if path not in headers:
+                try:
+                    info = soundfile.info(path)
+                    headers[path] = (info.frames, info.samplerate) if info.frames else "it has no samples"
+                except (soundfile.LibsndfileError, OSError) as error:
+                    there = Path(path).is_file()
+                    headers[path] = str(error).split(": ")[-1] if there else "there is no such file"
+            if isinstance(headers[path], str):
+                problems[path] = headers[path]
+        header = headers.get(row.audio, (0, 1))
+        if isinstance(header, str):
+            continue
+        frames, rate = header
+        if row.audio and row.sample_rate and row.sample_rate != rate:
+            problems[row.audio] = f"declared at {row.sample_rate} Hz, it has {rate} Hz"
+        end = frames / rate if row.duration is None else row.start + row.duration
+        if end > frames / rate + 1e-3 or (row.audio and end <= row.start):
+            problems[row.audio] = f"{row.start} to {end:g} s is not inside its {frames / rate:.3f} s"
+        seconds.append(end - row.start)
+    if problems:
+        listed = "; ".join(f"{path}: {reason}" for path, reason in problems.items())
+        raise ValueError(f"{len(problems)} audio files cannot be used: {listed}")
+    return seconds
+
+
+def read_audio(path: str, rate: int, start: float = 0.0, duration: float | None = None) -> np.ndarray:
+    """Mono float32 samples at `rate` Hz of a part of a file; channels are averaged, other rates resampled (soxr).
+
+    Raises:
+        ValueError: naming a file that cannot be decoded.
+    """
+    import soundfile
+    import soxr
+
+    try:
+        with soundfile.SoundFile(path) as file:
+            file.seek(round(start * file.samplerate))
+            frames = -1 if duration is None else round(duration * file.samplerate)
+            audio = file.read(frames, dtype="float32", always_2d=True).mean(1)
+            native = file.samplerate
+    except (soundfile.LibsndfileError, OSError) as error:
+        raise ValueError(f"{path} cannot be decoded: {error}") from None
+    return audio if native == rate else soxr.resample(audio, native, rate).astype(np.float32)
+
+
+# ------------------------------------------------------------------------------------------- made on the spot
+
+
+class Synthesizer:
+    """espeak-ng through ctypes, from the library that the package `espeakng-loader` ships (GPL-3.0, an extra).
+
+    Raises:
+        ImportError: if the package is not installed.
+    """
+
+    _RATE, _PITCH, _UTF8, _SYNCHRONOUS = 1, 3, 1, 2
+
+    def __init__(self) -> None:
+        try:
+            import espeakng_loader
+        except ImportError:
+            raise ImportError(
+                "speech made on the spot needs espeak-ng: pip install 'fulgurite[speech]', or give a manifest as source"
+            ) from None
+        self._lib = ctypes.CDLL(espeakng_loader.get_library_path())
+        data = str(Path(espeakng_loader.get_data_path()).parent).encode()
+        self.rate = self._lib.espeak_Initialize(self._SYNCHRONOUS, 0, data, 0)
+        self._chunks: list[bytes] = []
+        callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+
+        def keep(samples, count, _events) -> int:
+            if samples and count > 0:
+                self._chunks.append(ctypes.string_at(samples, 2 * count))
+            return 0
+
+        self._callback = callback(keep)  # kept alive: the library holds only its address
+        self._lib.espeak_SetSynthCallback(self._callback)
+
+    def __call__(self, text: str, voice: str, words_per_minute: int = 175, pitch: int = 50) -> np.ndarray:
+        """Speak a text.
+
+        Args:
+            text: what to say.
+            voice: espeak-ng's name, a variant after a plus: `en-us+f3`.
+            words_per_minute: 80 to 450.
+            pitch: 0 to 100.
+
+        Returns:
+            int16 samples at `rate` Hz.
+
+        Raises:
+            ValueError: if the voice does not exist.
+        """
+        if self._lib.espeak_SetVoiceByName(voice.encode()) != 0:
+            raise ValueError(f"espeak-ng has no voice {voice!r}; en-us, en-us+f3 and en-us+m7 are some it has")
+        self._lib.espeak_SetParameter(self._RATE, words_per_minute, 0)
+        self._lib.espeak_SetParameter(self._PITCH, pitch, 0)
+        self._chunks.clear()
+        raw = text.encode()
+        self._lib.espeak_Synth(raw, len(raw) + 1, 0, 0, 0, self._UTF8, None, None)
+        self._lib.espeak_Synchronize()
+        return np.frombuffer(b"".join(self._chunks), np.int16)
+
+
+@dataclass
+class MadeSpeech:
+    """A spoken corpus of small vocabulary, made by espeak-ng.
+
+    Attributes:
+        vocabulary: the words, drawn uniformly.
+        words: fewest and most words in an utterance.
+        utterances: how many in the training voices together.
+        voices: voices of the training, validation and test utterances.
+        unseen_utterances: how many more in other voices, for validation and test only.
+        unseen_voices: those voices.
+        seed: of words, speed (150 to 200 words per minute) and pitch (35 to 65).
+    """
+
+    vocabulary: list[str] = field(default_factory=lambda: list(DIGITS))
+    words: tuple[int, int] = (1, 4)
+    utterances: int = 3000
+    voices: list[str] = field(default_factory=lambda: list(VOICES))
+    unseen_utterances: int = 600
+    unseen_voices: list[str] = field(default_factory=lambda: list(UNSEEN_VOICES))
+    seed: int = 0
+
+
+def make_speech(recipe: MadeSpeech, data_dir: Path, sample_rate: int) -> Path:
+    """Make the corpus once: one WAV file per voice, and `manifest.jsonl` with the place of every utterance.
+
+    It is written to a temporary folder, counted and renamed, so that two processes leave one good copy.
+
+    Returns:
+        The manifest, in a folder named by a hash of the recipe.
+    """
+    import soundfile
+    import soxr
+
+    name = f"{zlib.crc32(json.dumps([asdict(recipe), sample_rate], sort_keys=True).encode()):08x}"
+    folder = data_dir / "made_speech" / name
+    if (folder / "manifest.jsonl").is_file():
+        return folder / "manifest.jsonl"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    speak = Synthesizer()
+    rng = np.random.default_rng(recipe.seed)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        rows: list[dict] = []
+        for voices, total in (
+            (recipe.voices, recipe.utterances),
+            (recipe.unseen_voices, recipe.unseen_utterances),
+        ):
+            for v, voice in enumerate(voices):
+                parts, start = [], 0
+                for _ in range(v, total, len(voices)):
+                    count = rng.integers(recipe.words[0], recipe.words[1] + 1)
+                    text = " ".join(rng.choice(recipe.vocabulary, count))
+                    samples = speak(text, voice, int(rng.integers(150, 201)), int(rng.integers(35, 66)))
+                    audio = soxr.resample(samples.astype(np.float32) / 2**15, speak.rate, sample_rate)
+                    rows.append(
+                        {
+                            "audio": f"{voice}.wav",
+                            "text": text,
+                            "start": start / sample_rate,
+                            "duration": len(audio) / sample_rate,
+                            "speaker": voice,
+                            "lang": "en",
+                        }
+                    )
+                    parts.append(audio)
+                    start += len(audio)
+                if parts:
+                    file = Path(temporary) / "audio" / f"{voice}.wav"
+                    file.parent.mkdir(exist_ok=True)
+                    soundfile.write(file, np.concatenate(parts), sample_rate, subtype="PCM_16")
+        if len(rows) != recipe.utterances * bool(recipe.voices) + recipe.unseen_utterances * bool(recipe.unseen_voices):
+            raise RuntimeError("espeak-ng made another number of utterances than asked for")
+        lines = [json.dumps(row | {"audio": f"audio/{row['audio']}"}) + "\n" for row in rows]
+        (Path(temporary) / "manifest.jsonl").write_text("".join(lines))
+        try:
+            os.rename(temporary, folder)
+            os.mkdir(temporary)  # for the context manager to remove
+        except OSError:  # another process was faster
+            if not (folder / "manifest.jsonl").is_file():
+                raise
+    return folder / "manifest.jsonl"
+
+
+# ------------------------------------------------------------------------------------------------ batches
+
+
+@dataclass
+class Augmentation:
+    """Changes to training audio, fixed by seed, epoch and item.
+
+    Attributes:
+        speed: largest relative change of speed (and pitch), uniform in 1 ± speed.
+        gain: largest change of level in dB, uniform in ± gain.
+        noise: lowest and highest signal-to-noise ratio of white noise in dB, or None for no noise.
+        shift: most samples of silence put in front.
+    """
+
+    speed: float = 0.1
+    gain: float = 6.0
+    noise: tuple[float, float] | None = (10.0, 40.0)
+    shift: int = 640
+
+    def __call__(self, audio: np.ndarray, numbers: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Change one utterance.
+
+        Args:
+            audio: float32 `[s]`.
+            numbers: float `[4]`, uniform in [0, 1).
+            rng: for the noise.
+        """
+        factor = 1 + self.speed * (2 * numbers[0] - 1)
+        places = np.arange(0, len(audio) - 1, factor)
+        audio = np.interp(places, np.arange(len(audio)), audio)
+        audio = audio * 10 ** (self.gain * (2 * numbers[1] - 1) / 20)
+        audio = np.concatenate([np.zeros(int(numbers[3] * (self.shift + 1))), audio])
+        if self.noise is not None:
+            ratio = self.noise[0] + numbers[2] * (self.noise[1] - self.noise[0])
+            level = np.sqrt(np.mean(audio**2) + 1e-10) * 10 ** (-ratio / 20)
+            audio = audio + level * rng.standard_normal(len(audio))
+        return np.clip(audio, -1, 1).astype(np.float32)
+
+
+class LengthBuckets(GlobalBatches):
+    """Batches of utterances of similar length, in random order; a function of (seed, epoch) like its base.
+
+    Args:
+        seconds: length of every item.
+        window: number of batches among which items are sorted by length.
+        kwargs: see `GlobalBatches`.
+    """
+
+    def __init__(self, seconds: np.ndarray, window: int = 20, **kwargs) -> None:
+        super().__init__(len(seconds), **kwargs)
+        self.seconds, self.window = seconds, window
+
+    def __iter__(self) -> Iterator[Draw]:
+        rng = np.random.default_rng([self.seed, self.epoch])
+        order = rng.permutation(self.size)[: len(self) * self.batch_size]
+        size = self.window * self.batch_size
+        for i in range(0, len(order), size):
+            part = order[i : i + size]
+            order[i : i + size] = part[np.argsort(self.seconds[part], kind="stable")]
+        batches = order.reshape(len(self), self.batch_size)[rng.permutation(len(self))]
+        for batch in batches[self.start :]:
+            yield Draw(self.epoch, batch[self.rank :: self.world_size])
+
+
+class Split(Dataset):
+    """The utterances of one split; `__getitems__` makes a whole batch."""
+
+    def __init__(
+        self,
+        rows: list[Row],
+        unseen: set[str],
+        sample_rate: int,
+        augmentation: Augmentation | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.rows, self.unseen, self.sample_rate = rows, unseen, sample_rate
+        self.augmentation, self.seed = augmentation, seed
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, draw: Draw) -> Utterances:
+        rows = [self.rows[i] for i in draw.items]
+        numbers = counter_uniform(self.seed, draw.epoch, draw.items, 5).numpy()
+        audio = []
+        for item, row, own in zip(draw.items, rows, numbers, strict=True):
+            samples = self._read(row.audio, row.start, row.duration)
+            if self.augmentation is not None and len(samples):
+                rng = np.random.default_rng([self.seed, draw.epoch, int(item)])
+                samples = self.augmentation(samples, own[1:], rng)
+            audio.append(samples)
+        padded, length = pad(audio)
+        answer_audio, answer_length = pad([self._read(row.answer_audio) for row in rows])
+        return Utterances(
+            audio=padded,
+            length=length,
+            text=[row.text for row in rows],
+            answer=[row.answer for row in rows],
+            answer_audio=answer_audio,
+            answer_length=answer_length,
+            speaker=[row.speaker for row in rows],
+            unseen=torch.tensor([row.speaker in self.unseen for row in rows]),
+            number=torch.from_numpy(numbers[:, 0].copy()),
+            index=torch.from_numpy(draw.items),
+            name=[row.audio for row in rows],
+        )
+
+    def _read(self, path: str, start: float = 0.0, duration: float | None = None) -> np.ndarray:
+        return read_audio(path, self.sample_rate, start, duration) if path else np.zeros(0, np.float32)
+
+
+def pad(audio: list[np.ndarray]) -> tuple[Tensor, Tensor]:
+    """Join utterances of different length: float32 `[b, s]` with zeros at the right, and int64 `[b]` lengths."""
+    length = torch.tensor([len(a) for a in audio])
+    padded = torch.zeros(len(audio), int(length.max()))
+    for row, samples in zip(padded, audio, strict=True):
+        row[: len(samples)] = torch.from_numpy(samples)
+    return padded, length
+
+
+class SpeechText(LightningDataModule):
+    """Utterances with their transcripts.
+
+    Rows without a `split` are split by a hash of their text (sentences of validation and test are never trained on),
+    and speakers of `unseen_speakers` are never trained on at all; batches tell which is which.
+
+    Args:
+        source: `made` (a corpus made on the spot by espeak-ng, see `made`), a JSONL manifest (`audio`, `text` and, if
+            there, `start`, `duration`, `speaker`, `lang`, `split`, `answer`, `answer_audio`, `sample_rate`), or a
+            folder of audio with `metadata.csv` or `metadata.jsonl`.
+        made: the recipe of the corpus made on the spot.
+        more: further manifests or folders, added to the first.
+        data_dir: where made speech is kept.
+        sample_rate: rate in Hz to which all audio is brought.
+        batch_size: utterances per batch over all ranks together.
+        val_fraction: part of the sentences that validates, in (0, 1).
+        test_fraction: part of the sentences that tests, in (0, 1).
+        unseen_speakers: speakers held out for validation and test; by default those of `made.unseen_voices`.
+        max_seconds: longest utterance; longer ones are refused by name, never cut.
+        augmentation: changes to training audio, or None.
+        seed: of the order and the augmentation.
+        num_workers: processes that prepare batches.
+        predict_source: for `predict`: a folder of audio (searched at every depth) to transcribe, or a `.txt` file
+            whose lines are to be spoken; without it, the test split.
+    """
+
+    def __init__(
+        self,
+        source: str = "made",
+        made: MadeSpeech | None = None,
+        more: list[str] | None = None,
+        data_dir: str = "data",
+        sample_rate: int = 16_000,
+        batch_size: int = 16,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        unseen_speakers: list[str] | None = None,
+        max_seconds: float = 30.0,
+        augmentation: Augmentation | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        predict_source: str | None = None,
+    ) -> None:
+        super().__init__()
+        if not (0 < val_fraction < 1 and 0 < test_fraction < 1 and val_fraction + test_fraction < 1):
+            raise ValueError(f"val_fraction {val_fraction} and test_fraction {test_fraction} leave nothing to train on")
+        for path in ([] if source == "made" else [source]) + (more or []):
+            if not Path(path).exists():
+                raise FileNotFoundError(f"speech source {path!r} is neither a manifest, nor a folder, nor 'made'")
+        self.source, self.made, self.more = source, made or MadeSpeech(), more or []
+        self.data_dir, self.sample_rate, self.batch_size = Path(data_dir), sample_rate, batch_size
+        self.val_fraction, self.test_fraction, self.max_seconds = val_fraction, test_fraction, max_seconds
+        self.augmentation, self.seed, self.num_workers = augmentation, seed, num_workers
+        self.predict_source = predict_source
+        made_unseen = self.made.unseen_voices if source == "made" else []
+        self.unseen = set(made_unseen if unseen_speakers is None else unseen_speakers)
+
+    def prepare_data(self) -> None:
+        """Make the speech if it is to be made and is not there."""
+        if self.source == "made":
+            make_speech(self.made, self.data_dir, self.sample_rate)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the manifests, check every file, and split."""
+        if stage == "predict" and self.predict_source is not None:
+            return
+        _ = self._splits
+
+    @cached_property
+    def _splits(self) -> dict[str, tuple[list[Row], np.ndarray]]:
+        rows: list[Row] = []
+        first = make_speech(self.made, self.data_dir, self.sample_rate) if self.source == "made" else Path(self.source)
+        for path in (first, *map(Path, self.more)):
+            rows += read_folder(path) if path.is_dir() else read_manifest(path)
+        seconds = np.array(check_files(rows))
+        long = [f"{row.audio} ({s:.1f} s)" for row, s in zip(rows, seconds, strict=True) if s > self.max_seconds]
+        if long:
+            raise ValueError(f"longer than max_seconds {self.max_seconds:g}, cut them or raise it: {', '.join(long)}")
+        where = np.array([self._split_of(row) for row in rows])
+        splits = {}
+        for name in ("train", "val", "test"):
+            items = np.flatnonzero(where == name)
+            if not len(items):
+                raise ValueError(f"no utterance is left for the {name} split of {self.source}")
+            splits[name] = ([rows[i] for i in items], seconds[items])
+        return splits
+
+    def _split_of(self, row: Row) -> str:
+        """`train`, `val`, `test`, or nothing for training sentences of unseen speakers."""
+        part = zlib.crc32(row.text.encode()) / 2**32
+        by_text = "test" if part < self.test_fraction else "val"
+        if row.speaker in self.unseen:
+            return row.split if row.split in ("val", "test") else by_text if part < self._held_out else ""
+        return row.split or (by_text if part < self._held_out else "train")
+
+    @property
+    def _held_out(self) -> float:
+        return self.test_fraction + self.val_fraction
+
+    def split(self, name: str, *, augment: bool = False) -> Split:
+        """The `train`, `val` or `test` utterances; only `augment=True` changes them from epoch to epoch."""
+        changes = self.augmentation if augment else None
+        return Split(self._splits[name][0], self.unseen, self.sample_rate, changes, self.seed)
+
+    def _in_order(self, split: Split) -> Loader:
+        order = GlobalBatches(len(split), self.batch_size, shuffle=False, drop_last=False, **ranks(self))
+        return Loader(split, order, num_workers=self.num_workers)
+
+    def train_dataloader(self) -> Loader:
+        """Shuffled, bucketed by length, augmented, whole batches only."""
+        order = LengthBuckets(
+            self._splits["train"][1],
+            batch_size=self.batch_size,
+            shuffle=True,
+            drop_last=True,
+            seed=self.seed,
+            **ranks(self),
+        )
+        pin = torch.cuda.is_available()
+        return Loader(self.split("train", augment=True), order, num_workers=self.num_workers, pin_memory=pin)
+
+    def val_dataloader(self) -> Loader:
+        """Validation utterances: unseen sentences, of speakers seen and unseen in training."""
+        return self._in_order(self.split("val"))
+
+    def test_dataloader(self) -> Loader:
+        """Test utterances: unseen sentences, of speakers seen and unseen in training."""
+        return self._in_order(self.split("test"))
+
+    def predict_dataloader(self) -> Loader:
+        """The audio or the text of `predict_source`, or the test utterances."""
+        if self.predict_source is None:
+            return self.test_dataloader()
+        path = Path(self.predict_source)
+        if path.is_dir():
+            files = sorted(p for p in path.rglob("*") if p.suffix.lower() in AUDIO_ENDINGS)
+            rows = [Row(audio=str(p)) for p in files]
+            check_files(rows)
+        elif path.suffix == ".txt" and path.is_file():
+            rows = [Row(text=line.strip()) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        else:
+            raise FileNotFoundError(f"predict_source {path} is neither a folder of audio nor a .txt file")
+        if not rows:
+            raise ValueError(f"{path} has no audio files ({', '.join(AUDIO_ENDINGS)}) and no lines of text")
+        return self._in_order(Split(rows, self.unseen, self.sample_rate))
