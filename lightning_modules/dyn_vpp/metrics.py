@@ -48,8 +48,8 @@ def lucas_kanade(
     for _ in range(levels - 1):
         pyramid.append(tuple(F.avg_pool2d(x, 2) for x in pyramid[-1]))
 
-    def smooth(x: Tensor) -> Tensor:
-        return F.avg_pool2d(x, window, stride=1, padding=window // 2, count_include_pad=False)
+    def smooth(x: Tensor, width: int = window) -> Tensor:
+        return F.avg_pool2d(x, width, stride=1, padding=width // 2, count_include_pad=False)
 
     flow = torch.zeros_like(pyramid[-1][0]).expand(-1, 2, -1, -1)
     for before, after in reversed(pyramid):
@@ -72,6 +72,7 @@ def lucas_kanade(
             bx, by = smooth(gx * (before - moved)), smooth(gy * (before - moved))
             update = torch.cat([yy * bx - xy * by, xx * by - xy * bx], dim=1) / determinant
             flow = flow + update.clamp(-1, 1)  # linearisation holds for about a pixel
+            flow = smooth(flow, 5)  # else the iteration amplifies waves for which the window's spectrum is negative
     return flow
 
 

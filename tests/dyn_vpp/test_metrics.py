@@ -1,0 +1,94 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_modules.dyn_vpp.metrics import (
+    centroid_error,
+    colour_centroid,
+    flow_error,
+    group_diversity,
+    high_frequency_energy,
+    lucas_kanade,
+    psnr,
+    ssim,
+)
+
+
+def texture(h, w, dx=0.0, dy=0.0, seed=0):
+    """A smooth random picture moved by (dx, dy) pixels, exactly: a sum of plane waves."""
+    g = torch.Generator().manual_seed(seed)
+    fx, fy, phase = (torch.rand(30, generator=g) for _ in range(3))
+    y, x = torch.meshgrid(torch.arange(h).float(), torch.arange(w).float(), indexing="ij")
+    waves = torch.sin(
+        1.6 * ((fx[:, None, None] - 0.5) * (x - dx) + (fy[:, None, None] - 0.5) * (y - dy))
+        + 6.28 * phase[:, None, None]
+    )
+    return (0.5 + 0.5 * waves.mean(0) * 2.5).clamp(0, 1).expand(3, -1, -1)
+
+
+def test_psnr_is_its_formula_and_keeps_axes():
+    target = torch.rand(2, 3, 3, 16, 16)
+    prediction = (target + 0.1 * torch.randn(target.shape)).clamp(0, 1)
+    expected = -10 * (prediction - target).square().mean((-3, -2, -1)).log10()
+    torch.testing.assert_close(psnr(prediction, target), expected)
+    assert psnr(target, target).isinf().all()
+
+
+def test_ssim_of_equal_and_of_blurred_pictures():
+    target = torch.rand(2, 3, 3, 16, 16)
+    torch.testing.assert_close(ssim(target, target), torch.ones(2, 3))
+    blurred = F.avg_pool2d(target.flatten(0, 1), 3, 1, 1).unflatten(0, (2, 3))
+    assert (ssim(blurred, target) < 0.8).all()
+
+
+@pytest.mark.parametrize("dx, dy", [(0, 0), (0.6, -0.4), (2, 1), (-5, 4)])
+def test_flow_of_a_moved_picture(dx, dy):
+    first, second = texture(48, 64), texture(48, 64, dx, dy)
+    flow = lucas_kanade(first[None], second[None])[0, :, 8:-8, 8:-8]
+    assert (flow[0] - dx).abs().mean() < 0.1 and (flow[1] - dy).abs().mean() < 0.1
+
+
+def test_flow_is_zero_without_texture_and_at_odd_sizes():
+    assert lucas_kanade(torch.full((1, 3, 33, 31), 0.5), torch.full((1, 3, 33, 31), 0.5)).abs().max() == 0
+
+
+def test_flow_error_measures_wrong_motion():
+    right = torch.stack([texture(48, 48, k) for k in range(3)])[None]
+    wrong = torch.stack([texture(48, 48, -k) for k in range(3)])[None]
+    still = right[:, :1].expand_as(right)
+    assert flow_error(right, right).shape == (1, 2) and flow_error(right, right).max() == 0
+    assert flow_error(still, right).mean().item() == pytest.approx(1, abs=0.2)
+    assert flow_error(wrong, right).mean().item() == pytest.approx(2, abs=0.4)
+
+
+def test_high_frequency_energy_splits_waves():
+    x = torch.arange(32).float()
+    slow = torch.sin(2 * math.pi * 4 * x / 32).expand(1, 4, 32, 32)  # a quarter of the Nyquist frequency
+    fast = torch.sin(2 * math.pi * 12 * x / 32).expand(1, 4, 32, 32)
+    assert high_frequency_energy(slow).item() == pytest.approx(0, abs=1e-6)
+    assert high_frequency_energy(fast).item() == pytest.approx(0.5, abs=1e-4)  # mean square of a sine
+    noise = torch.randn(3, 5, 4, 32, 32)
+    blurred = F.avg_pool2d(noise.flatten(0, 1), 3, 1, 1).unflatten(0, (3, 5))
+    assert (high_frequency_energy(blurred) < 0.2 * high_frequency_energy(noise)).all()
+    assert high_frequency_energy(noise).shape == (3, 5)
+
+
+@pytest.mark.parametrize("g", [2, 3, 4, 5])
+def test_diversity_is_the_mean_over_pairs(g):
+    latents = torch.randn(2, g, 3, 4, 2, 2)
+    pairs = [(latents[:, i] - latents[:, j]).abs().mean((2, 3, 4)) for i in range(g) for j in range(i)]
+    torch.testing.assert_close(group_diversity(latents), sum(pairs) / len(pairs))
+
+
+def test_centroid_finds_a_shaded_object_by_its_colour():
+    frames = torch.full((2, 3, 20, 30), 0.5)
+    red = torch.tensor([0.9, 0.2, 0.1])
+    for k, (row, column, shade) in enumerate([(4, 6, 1.0), (12, 20, 0.4)]):
+        frames[k, :, row : row + 3, column : column + 5] = shade * red[:, None, None]
+    centre = colour_centroid(frames, red.tolist())
+    torch.testing.assert_close(centre, torch.tensor([[8.0, 5.0], [22.0, 13.0]]), atol=0.05, rtol=0)
+    error = centroid_error(frames, torch.tensor([[8.0, 5.0], [19.0, 9.0]]), red.tolist())
+    torch.testing.assert_close(error, torch.tensor([0.0, 5.0]), atol=0.1, rtol=0)
+    assert centroid_error(torch.full((3, 20, 30), 0.5), torch.zeros(2), red.tolist()).isnan()
