@@ -427,10 +427,8 @@ class SmallPrior:
     def _planted(self, rng: Generator, part: Ints, density: Floats, degree: float) -> Ints:
         """Edges between communities of given density, between nodes of uneven propensity."""
         n, sizes = len(part), np.bincount(part, minlength=len(density))
-        if _coin(rng):
-            propensity = (1 - rng.random(n)) ** (-1 / rng.uniform(1.5, 4))  # Pareto
-        else:
-            propensity = 0.2 + rng.random(n)
+        tail = rng.uniform(1.5, 4)
+        propensity = (1 - rng.random(n)) ** (-1 / tail) if _coin(rng) else 0.2 + rng.random(n)
         propensity /= np.bincount(part, weights=propensity, minlength=len(density))[part]
         wanted = np.triu(density * sizes[:, None] * sizes)
         count = rng.poisson(wanted * (0.5 * n * degree / wanted.sum()))

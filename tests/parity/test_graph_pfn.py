@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import datamodules.graph_attributes as attributes
+import datamodules.graph_prior as prior
+import datamodules.graph_structure as structure
 from lightning_modules.graph_pfn.adapter import AdapterMLP, GraphAttention, Neighbours, PreNorm
 from lightning_modules.graph_pfn.backbone import Block, CellEncoder, normalise_table
 from lightning_modules.graph_pfn.checkpoints import to_published_names
@@ -146,7 +149,99 @@ def whole_case(path: Path) -> None:
         close(predictions(plain), a["out/predictions_zero_adapter"], atol=atol)
 
 
+def approx(actual: np.ndarray, expected: np.ndarray, atol: float = 1e-5) -> None:
+    np.testing.assert_allclose(np.asarray(actual, dtype=expected.dtype), expected, rtol=1e-4, atol=atol)
+
+
+def pieces_case(path: Path) -> None:
+    a = np.load(path, allow_pickle=False)
+    config = json.loads(str(a["config_json"]))
+    n, x = config["n_nodes"], a["in/x"]
+    source, target = a["in/edge_index"]
+    graph = attributes.Adjacency.of(a["in/edge_index"][:, source < target], n)
+    joined = graph.degree > 0
+    approx(attributes.gcn(graph, x), a["out/conv_gcn"])
+    approx(attributes.neighbour_mean(graph, x), a["out/conv_sage_mean"])
+    approx(attributes.neighbour_extreme(graph, x, np.minimum)[joined], a["out/conv_sage_min"][joined])
+    approx(attributes.neighbour_extreme(graph, x, np.maximum)[joined], a["out/conv_sage_max"][joined])
+    qkv, out = ((a[f"w/gt.{k}.weight"], a[f"w/gt.{k}.bias"]) for k in ("attn_qkv_linear", "output_linear"))
+    approx(attributes.graph_transformer(graph, x, qkv, out), a["out/conv_gt"])
+    z = a["in/mixed_input"] @ a["w/mixed.linear.weight"].T + a["w/mixed.linear.bias"]
+    mask = a["in/mixed_mask"]
+    z[:, mask] = attributes.convolve(graph, z[:, mask], "sage-mean")
+    approx(z, a["out/mixed_graph_linear"])
+    approx(attributes.log_degree(graph), a["out/degree_feature"])
+    approx(attributes.log_pagerank(graph, float(a["in/pagerank_damping"])), a["out/pagerank_feature"], 1e-4)
+    for key in a.files:
+        if key.startswith("out/activation/"):
+            with np.errstate(over="ignore"):
+                approx(attributes.ACTIVATIONS[key.split("/")[-1]](a["in/activation_grid"]), a[key])
+    fourier = [a[f"in/fourier_{k}"] for k in ("input", "freqs", "bias", "weights")]
+    approx(attributes.fourier(*fourier), a["out/fourier"])
+    scaled = a["in/scale"] * (attributes.standardise(fourier[0]) + a["in/scale_bias"])
+    approx(np.tanh(scaled), a["out/scaled_tanh"])
+
+    sizes = a["in/block_sizes"]
+    expected = structure.expected_edges(
+        sizes, float(a["in/block_avg_degree"]), config["offdiagonal_coef"], a["in/block_uniforms"]
+    )
+    approx(expected, a["out/block_expected_edges"])
+    propensity = structure.normalised_propensity(a["in/propensity_uniform"], a["in/propensity_group"])
+    approx(propensity, a["out/propensity"])
+    n_parts, parts, minimum = a["in/partition_n_parts_min"]
+    assert parts == len(a["out/partition"])
+    assert np.array_equal(structure.parts_from_cuts(n_parts, minimum, a["in/partition_cuts"]), a["out/partition"])
+    blocks, shape = int(a["in/block_init_n_blocks"]), a["out/block_init_weight"].shape
+    weight = attributes.block_weight(np.random.default_rng(0), *shape, 1.0, blocks)
+    assert np.array_equal(weight != 0, a["out/block_init_nonzero"])
+    std = float(a["in/block_init_std"])
+    drawn = [attributes.block_weight(np.random.default_rng(i), *shape, std, blocks)[weight != 0] for i in range(200)]
+    share = (shape[0] // blocks) * (shape[1] // blocks) * blocks / (shape[0] * shape[1])
+    np.testing.assert_allclose(np.std(drawn), std / share**0.5, rtol=0.05)
+
+    states = np.concatenate([a[k] for k in sorted(a.files) if k.startswith("in/scm_outputs_")], axis=1)
+    for key in a.files:
+        if key.startswith("out/extract_X/"):
+            case = key.split("/")[-1]
+            flags = dict(re.findall(r"(clique|effect|sort)(\d)", case))
+            chosen = a[f"in/extract_perm/{case}"] + max(0, int(a[f"in/extract_start/{case}"])) * int(flags["clique"])
+            features, y = attributes.read_out(
+                states, a[key].shape[1], chosen, flags["effect"] == "1", flags["sort"] == "1"
+            )
+            approx(features, a[key])
+            approx(y[:, None], a[f"out/extract_y/{case}"])
+
+    features = a["in/features"]
+    approx(prior.clamp_outliers(features), a["out/outlier_clamped"])
+    approx(prior.scale(features), a["out/standard_scaled"])
+    approx(prior.scale(prior.clamp_outliers(features)), a["out/clamped_then_scaled"])
+    categorical = a["in/categorical_input"].copy()
+    for column in a["in/categorical_columns"].tolist():
+        values = a["in/categorical_input"][:, column]
+        codes = prior.count_exceeded(values, values[a[f"in/categorical_boundary_rows/{column}"]])
+        if a[f"in/categorical_permuted/{column}"]:
+            codes = prior.renumber(codes, a[f"in/categorical_perm/{column}"])
+        categorical[:, column] = codes
+    assert np.array_equal(categorical, a["out/categorical"])
+    y = prior.scale(a["in/y"][:, None])[:, 0]
+    approx(y, a["out/y_scaled"])
+    for name, flip in (("binary", False), ("binary_reversed", True)):
+        assert np.array_equal(prior.binary_labels(y, float(a["in/quantile"]), flip), a[f"out/{name}"])
+    for key in a.files:
+        if key.startswith("out/multiclass/"):
+            case = key.split("/")[-1]
+            permutation = f"in/multiclass_perm/{case}"
+            labels = prior.rank_labels(
+                y,
+                y[a[f"in/multiclass_boundary_rows/{case}"]],
+                a[permutation] if permutation in a.files else None,
+                case == "reversed",
+            )
+            assert np.array_equal(labels, a[key])
+
+
 CHECKS = {
+    "prior_pieces_*": pieces_case,
     "adapter_*": adapter_case,
     "block_*": block_case,
     "backbone_*": backbone_case,
