@@ -386,13 +386,11 @@ class FederatedImages(LightningDataModule):
     def _clients_per_domain(self) -> list[int]:
         count = len(self.sources)
         if count < 2 or self.clients < count:
-            raise ValueError(
-                f"partition domain deals {count} sources to {self.clients} clients: needed are two or more"
-            )
+            raise ValueError(f"partition domain cannot deal {count} sources to {self.clients} clients")
         chosen = self.clients_per_domain or [len(p) for p in np.array_split(np.arange(self.clients), count)]
         if len(chosen) != count or sum(chosen) != self.clients or min(chosen) < 1:
             raise ValueError(
-                f"clients_per_domain {chosen} needs one number above 0 for each of {count} sources, {self.clients} in all"
+                f"clients_per_domain {chosen} needs {count} numbers above 0, one a source, {self.clients} in all"
             )
         return chosen
 
@@ -435,7 +433,7 @@ class FederatedImages(LightningDataModule):
         for name, now in self.state_dict().items():
             if state_dict[name] != now:
                 raise ValueError(
-                    f"the checkpoint has {state_dict[name]} {name}, the data have {now}: resume with the same federation"
+                    f"the checkpoint has {state_dict[name]} {name}, the data have {now}: resume with the same ones"
                 )
 
     # ---------------------------------------------------------------------------------------------- loaders

@@ -52,3 +52,20 @@ def weighted_average(states: Iterable[State], sizes: Iterable[int]) -> dict[str,
     if like is None or weight == 0:
         raise ValueError("nothing to average: no client sent a model trained on at least one sample")
     return {k: {**counters, **unflatten(total / weight, like)}[k] for k in like}
+
+
+def assign(sizes: Mapping[int, int], ranks: int) -> dict[int, int]:
+    """Spread clients over ranks: largest first, each to the rank with the least work so far.
+
+    Args:
+        sizes: Samples of each client, by id.
+        ranks: Number of ranks.
+
+    Returns:
+        Rank of each client; a rank may get none.
+    """
+    load, rank_of = [0] * ranks, {}
+    for client in sorted(sizes, key=lambda k: (-sizes[k], k)):
+        rank_of[client] = load.index(min(load))
+        load[rank_of[client]] += sizes[client]
+    return rank_of

@@ -1,0 +1,364 @@
+"""FedHPro and its baselines as a LightningModule: one epoch is one round."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_modules.distributed import shard
+from lightning_modules.fedhpro.averaging import assign, flatten, unflatten
+from lightning_modules.fedhpro.clients import Client, ClientReport, LocalTraining, train_client
+from lightning_modules.fedhpro.network import build_network
+from lightning_modules.fedhpro.strategies import HyperPrototypes, build_strategy, head_of, strategy_class
+
+
+class Round(Protocol):
+    """What `training_step` gets; `datamodules.federated.FederatedRound` is one.
+
+    Attributes:
+        number: of the round, from 0.
+        clients: those that take part, in the same order on every rank.
+        sizes: images of every client of the federation.
+        num_classes: classes of the federation.
+    """
+
+    number: int
+    clients: list[Client]
+    sizes: list[int]
+    num_classes: int
+
+
+class FedHPro(LightningModule):
+    """Federated learning of one global model with hyper-prototypes (ICML 2026, arXiv 2605.13475), or a baseline.
+
+    `Trainer(max_epochs=R)` runs R rounds. Every client of a round trains a copy of the global model on its own data;
+    the copies are averaged, weighted by the number of images; the average is the target of one step of the server
+    optimiser (plain SGD with learning rate 1 by default, which is federated averaging); then the strategy's server
+    step runs. Under DDP the clients are spread over the ranks and there is one all-reduce per round; under FSDP2 all
+    ranks train one client after the other, each on a part of every batch.
+
+    Logged per round: `train/loss` (nats) and `train/accuracy` (fraction) over all clients' last local epochs,
+    `train/clients`, `train/bytes_down` and `train/bytes_up` (all clients of the round) and the same `_per_client`,
+    `train/accuracy_client_<k>`; of FedHPro `train/margin` (mean d_k), `train/matching_loss_before` and `_after`,
+    `train/hyper_prototype_move` (relative); `val/loss`, `val/accuracy`, `test/loss`, `test/accuracy`, and with several
+    domains `val/accuracy_<domain>` and `val/accuracy_domain_mean` (unweighted).
+
+    Args:
+        strategy: a class of `lightning_modules.fedhpro.strategies` (`HyperPrototypes` is FedHPro; `FedAvg`, `FedProx`,
+            `Moon`, `FedProto`, `FPL`, `FedTGP`, `CReFF` are baselines; `FrozenHyperPrototypes` and others are controls)
+            or the dotted path of your own subclass of `FedAvg`.
+        strategy_args: its arguments.
+        variant: the `paper`'s formulas or those of the released `code`: the default of the FedHPro strategies'
+            arguments, and of `lr`.
+        network: a class of `lightning_modules.fedhpro.network` (`ResNet10`, `SmallCNN`) or a dotted class path; its
+            `forward` returns features `[b, d]` and logits `[b, c]`.
+        network_args: its arguments beside `num_classes`.
+        num_classes: C.
+        local_epochs: E, passes over a client's data per round.
+        local_batch_size: images per step of a client.
+        lr: learning rate of the clients' plain SGD; by default 0.01 (paper) or 0.1 (code).
+        local_optimizer: the clients' optimiser instead of that SGD, made anew for each client and round.
+        server_optimizer: what steps the global model towards the average; by default SGD with learning rate 1.
+        log_clients: log each client's accuracy; switch off for hundreds of clients.
+        seed: of random layers in local training and of the server's draws.
+    """
+
+    def __init__(
+        self,
+        strategy: str = "HyperPrototypes",
+        strategy_args: dict[str, Any] | None = None,
+        variant: Literal["paper", "code"] = "paper",
+        network: str = "ResNet10",
+        network_args: dict[str, Any] | None = None,
+        num_classes: int = 10,
+        local_epochs: int = 10,
+        local_batch_size: int = 64,
+        lr: float | None = None,
+        local_optimizer: OptimizerCallable | None = None,
+        server_optimizer: OptimizerCallable | None = None,
+        log_clients: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if lr is not None and local_optimizer is not None:
+            raise ValueError("give lr, or local_optimizer with its own learning rate, not both")
+        self.save_hyperparameters(ignore=["local_optimizer", "server_optimizer"])
+        self.automatic_optimization = False
+        defaults = {"variant": variant} if issubclass(strategy_class(strategy), HyperPrototypes) else {}
+        self.strategy = build_strategy(strategy, defaults | (strategy_args or {}))
+        step = lr if lr is not None else {"paper": 0.01, "code": 0.1}[variant]
+        self.training_plan = LocalTraining(
+            local_epochs, local_batch_size, local_optimizer or (lambda p: torch.optim.SGD(p, lr=step)), seed
+        )
+        self.server_optimizer, self.log_clients = server_optimizer, log_clients
+        self.network: nn.Module | None = None
+        # A copy of the network that clients train. It is kept out of the module tree: its gradients must not be
+        # synchronised, and it must not be in checkpoints.
+        self._scratch: list[nn.Module] = []
+        self._tally: Tensor | None = None
+        self._domain_names: list[str] = []
+
+    # --------------------------------------------------------------------------------------------- building
+
+    def configure_model(self) -> None:
+        """Build the network and the server's state once; shard the network and its copy under FSDP2."""
+        if self.network is None:
+            h = self.hparams
+            self.network = build_network(h["network"], h["num_classes"], h["network_args"])
+            self.strategy.build(h["num_classes"], self.network.classifier.in_features)
+        if not self._scratch:
+            self._scratch.append(copy.deepcopy(self.network))
+            if self.device_mesh is not None:
+                self._refuse_sharding(self.network)
+                shard(self._scratch[0], (), self.device_mesh)
+                shard(self.network, (), self.device_mesh)
+
+    def _refuse_sharding(self, network: nn.Module) -> None:
+        name = self.hparams["strategy"]
+        if not self.strategy.sharded:
+            raise ValueError(f"{name} reads parameters outside the network's forward: use strategy/ddp, not FSDP2")
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
+            raise ValueError("under FSDP2 the ranks share a client's batches, BatchNorm does not: set norm to gn")
+
+    def setup(self, stage: str) -> None:
+        """Refuse what would change the method silently.
+
+        Raises:
+            ValueError: synchronised BatchNorm, or FSDP1.
+        """
+        if getattr(self.trainer.strategy, "_layer_sync", None) is not None:
+            raise ValueError("sync_batchnorm would mix the statistics of different clients: leave it off")
+        if isinstance(self.trainer.strategy, FSDPStrategy):
+            raise ValueError("FedHPro does not run under FSDP1: use -c strategy/fsdp2 or -c strategy/ddp")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The server's optimiser."""
+        parameters = self.network.parameters()
+        return self.server_optimizer(parameters) if self.server_optimizer else torch.optim.SGD(parameters, lr=1.0)
+
+    # --------------------------------------------------------------------------------------------- one round
+
+    def training_step(self, batch: Round, batch_idx: int) -> None:
+        """One round."""
+        if batch.num_classes != self.hparams["num_classes"]:
+            raise ValueError(
+                f"the data have {batch.num_classes} classes, num_classes is {self.hparams['num_classes']}: set it"
+            )
+        scratch = self._scratch[0] = self._scratch[0].to(self.device)
+        received = head_of(self.network)
+        weights = torch.zeros_like(flatten(_local_state(self.network)))
+        sent = {n: self._zeros(len(batch.clients), s) for n, s in self.strategy.sends.items()}
+        # one row per client: loss, accuracy, figures
+        table = torch.zeros(len(batch.clients), 2 + len(self.strategy.figures), device=self.device, dtype=torch.double)
+        part = (self.global_rank, self.trainer.world_size) if self.device_mesh is not None else (0, 1)
+        for slot, client in self._own_clients(batch):
+            _copy(_local_state(self.network), _local_state(scratch))
+            report = train_client(scratch, client, self.strategy, self.training_plan, batch.number, part)
+            weights += flatten(_local_state(scratch)) * len(client.labels)
+            table[slot] = torch.tensor(self._row(report))
+            for name, total in sent.items():
+                total[slot if self.strategy.stacked else 0] += self._checked(name, report).double()
+        if self.trainer.world_size > 1 and self.device_mesh is None:
+            _all_reduce([weights, table, *sent.values()])
+        if not self.strategy.stacked:
+            sent = {name: total[0] for name, total in sent.items()}
+        sizes = torch.tensor([len(c.labels) for c in batch.clients], device=self.device, dtype=torch.double)
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            self._step_towards(weights / sizes.sum())
+            draws = torch.Generator().manual_seed(hash((self.hparams["seed"], batch.number, -1)) % 2**63)
+            figures = self.strategy.server(self.network, received, sent, draws)
+        self._log_round(batch, sizes, table, figures)
+
+    def _zeros(self, clients: int, shape: tuple[int, ...]) -> Tensor:
+        rows = clients if self.strategy.stacked else 1
+        return torch.zeros(rows, *shape, device=self.device, dtype=torch.double)
+
+    def _own_clients(self, batch: Round) -> Iterable[tuple[int, Client]]:
+        """The clients that this rank trains, with their place in the round."""
+        if self.device_mesh is not None:
+            return list(enumerate(batch.clients))
+        sizes = {c.id: len(c.labels) for c in batch.clients}
+        if self.strategy.stateful:  # the same rank in every round, for what it remembers of the client
+            sizes = dict(enumerate(batch.sizes))
+        rank_of = assign(sizes, self.trainer.world_size)
+        states = self.strategy.client_states
+        self.strategy.client_states = {k: s for k, s in states.items() if rank_of[k] == self.global_rank}
+        return [(i, c) for i, c in enumerate(batch.clients) if rank_of[c.id] == self.global_rank]
+
+    def _row(self, report: ClientReport) -> list[float]:
+        return [report.loss, report.accuracy, *(report.figures[name] for name in self.strategy.figures)]
+
+    def _checked(self, name: str, report: ClientReport) -> Tensor:
+        declared = self.strategy.sends
+        if report.sent.keys() != declared.keys() or tuple(report.sent[name].shape) != declared[name]:
+            got = {n: tuple(t.shape) for n, t in report.sent.items()}
+            raise ValueError(f"strategy {self.hparams['strategy']} sends {got}, but declares {declared}")
+        return report.sent[name]
+
+    def _step_towards(self, average: Tensor) -> None:
+        """One step of the server optimiser on `(received - average)`; buffers take the average itself."""
+        state = _local_state(self.network)
+        target = unflatten(average, state)
+        for name, parameter in self.network.named_parameters():
+            parameter.grad = torch.empty_like(parameter)
+            _local(parameter.grad).copy_(state[name] - target[name])
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, buffer in self.network.named_buffers():
+            if name in target:
+                buffer.copy_(target[name])
+
+    def _log_round(self, batch: Round, sizes: Tensor, table: Tensor, figures: dict[str, float]) -> None:
+        share = sizes / sizes.sum()
+        down, up = self.traffic()
+        count = len(batch.clients)
+        rows = {
+            "loss": (share * table[:, 0]).sum(),
+            "accuracy": (share * table[:, 1]).sum(),
+            "clients": float(count),
+            "bytes_down": float(down * count),
+            "bytes_up": float(up * count),
+            "bytes_down_per_client": float(down),
+            "bytes_up_per_client": float(up),
+            **dict(zip(self.strategy.figures, table[:, 2:].mean(0), strict=True)),
+            **figures,
+        }
+        if self.log_clients:
+            rows |= {f"accuracy_client_{c.id}": table[i, 1] for i, c in enumerate(batch.clients)}
+        shown = ("loss", "accuracy", "clients")
+        for name, value in rows.items():
+            self.log(f"train/{name}", float(value), on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that one client receives and sends in a round: model and what the strategy adds.
+
+        The model is every floating entry of the state dict, BatchNorm statistics included, in its own dtype.
+        """
+        model = sum(v.numel() * v.element_size() for v in self.network.state_dict().values() if v.is_floating_point())
+        shared = [getattr(self.strategy, name) for name in self.strategy.shared]
+        down = sum(t.numel() * t.element_size() for t in shared)
+        up = 4 * sum(torch.Size(shape).numel() for shape in self.strategy.sends.values())
+        return model + down, model + up
+
+    # -------------------------------------------------------------------------------------------- evaluation
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Images `[b, channels, h, w]`, float32 as the data module normalises them, to logits `[b, c]`."""
+        return self.strategy.logits(self.network, image)
+
+    def on_validation_epoch_start(self) -> None:
+        """Start counting."""
+        self._tally = None
+
+    def on_test_epoch_start(self) -> None:
+        """Start counting."""
+        self._tally = None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Count right answers, by domain."""
+        self._count(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Count right answers, by domain."""
+        self._count(batch)
+
+    def _count(self, batch: Any) -> None:
+        logits = self(batch.image).float()
+        if self._tally is None:
+            self._domain_names = batch.domain_names
+            self._tally = torch.zeros(3, len(batch.domain_names), device=self.device, dtype=torch.double)
+        rows = [
+            F.cross_entropy(logits, batch.label, reduction="none"),
+            (logits.argmax(1) == batch.label).float(),
+            torch.ones_like(logits[:, 0]),
+        ]
+        self._tally.index_add_(1, batch.domain, torch.stack(rows).double())
+
+    def on_validation_epoch_end(self) -> None:
+        """Log them."""
+        self._log_tally("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log them."""
+        self._log_tally("test")
+
+    def _log_tally(self, stage: str) -> None:
+        if self.trainer.world_size > 1:
+            dist.all_reduce(self._tally)
+        loss, right, count = self._tally
+        rows = {"loss": loss.sum() / count.sum(), "accuracy": right.sum() / count.sum()}
+        if len(self._domain_names) > 1:
+            each = right / count
+            rows |= {f"accuracy_{name}": each[i] for i, name in enumerate(self._domain_names)}
+            rows["accuracy_domain_mean"] = each.mean()
+        for name, value in rows.items():
+            self.log(f"{stage}/{name}", value.float(), prog_bar=name == "accuracy", sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """Label images.
+
+        Returns:
+            `index` int64 `[b]`, `name` (files, or positions in the split), `label` int64 `[b]`, and `probability`
+            float32 `[b, c]`.
+        """
+        probability = self(batch.image).float().softmax(1)
+        return {
+            "index": batch.index,
+            "name": batch.name,
+            "label": probability.argmax(1),
+            "probability": probability,
+        }
+
+    # ------------------------------------------------------------------------------------------- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what clients remember (MOON's models), gathered from all ranks."""
+        states = [self.strategy.client_states]
+        if self.strategy.stateful and self.trainer.world_size > 1:
+            states = [{} for _ in range(self.trainer.world_size)]
+            dist.all_gather_object(states, self.strategy.client_states)
+        checkpoint["client_states"] = {k: state for part in states for k, state in part.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read it back.
+
+        Raises:
+            ValueError: the checkpoint is of another number of classes, network or strategy.
+        """
+        stored = checkpoint["hyper_parameters"]
+        for name in ("num_classes", "network", "strategy"):
+            if stored[name] != self.hparams[name]:
+                raise ValueError(f"the checkpoint has {name} {stored[name]}, this run {self.hparams[name]}")
+        self.strategy.client_states = checkpoint["client_states"]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local_state(network: nn.Module) -> dict[str, Tensor]:
+    return {name: _local(tensor.detach()) for name, tensor in network.state_dict().items()}
+
+
+def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in source.items():
+            target[name].copy_(tensor)
+
+
+def _all_reduce(tensors: list[Tensor]) -> None:
+    """Sum over ranks, in place, in one collective."""
+    packed = torch.cat([t.flatten() for t in tensors])
+    dist.all_reduce(packed)
+    for tensor, piece in zip(tensors, packed.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(piece.view_as(tensor))
