@@ -7,13 +7,9 @@ Attribute names are those of the published checkpoint, so a state dict fits with
 Source: LimiX model code (https://github.com/limix-ldm-ai/LimiX) as vendored in the `graphpfn` 0.1.1 package.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-Task = Literal["classification", "regression"]
 
 
 class FeatureAttention(nn.Module):

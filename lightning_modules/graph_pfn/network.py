@@ -16,10 +16,10 @@ from lightning_modules.graph_pfn.backbone import (
     CellEncoder,
     ClassTargetEncoder,
     RegressionTargetEncoder,
-    Task,
     normalise_table,
     random_identity,
 )
+from lightning_modules.graph_pfn.losses import Answer, Question, Task
 
 
 @dataclass
@@ -180,15 +180,38 @@ class PublishedNetwork(nn.Module):
         return self.feature_decoder(encoded.tokens[:, :-1])
 
     def forward(
-        self,
-        x: Tensor,
-        y: Tensor,
-        graph: Neighbours | None,
-        task: Task = "classification",
-        identity: Tensor | None = None,
-    ) -> Tensor:
-        """Predict the query rows; arguments as in `encode`, result as in `decode`."""
-        return self.decode(self.encode(x, y, graph, task, identity), len(y), task)
+        self, questions: list[Question], task: Task = "classification", reconstruct: bool = False
+    ) -> list[Answer]:
+        """Predict the query nodes of each graph, one graph after the other.
+
+        Args:
+            questions: the graphs.
+            task: how their targets are read.
+            reconstruct: also reconstruct the features.
+        """
+        answers = []
+        for x, y, edges in questions:
+            graph = None if edges is None else Neighbours.of(edges, len(x))
+            encoded = self.encode(x, y, graph, task)
+            features = self.decode_features(encoded) if reconstruct else None
+            answers.append(Answer(self.decode(encoded, len(y), task), encoded.tokens[:, -1], features))
+        return answers
+
+    def peak_bytes(self, n: int, f: int, m: int, training: bool = False) -> int:
+        """Estimate of the memory that one graph needs beyond the weights.
+
+        Args:
+            n: nodes.
+            f: columns, random ones included.
+            m: directed edges.
+            training: keep what the backward pass needs.
+        """
+        c = self.config
+        tokens = n * (-(-f // c.group) + 1)
+        if training:
+            per_block = 12 * c.width + 3 * c.hidden + 8 * c.width
+            return 4 * c.blocks * (tokens * per_block + 4 * m * c.width * tokens // n)
+        return 4 * (5 * tokens * c.width + 8 * c.hidden * min(c.chunk, tokens) + 8 * n * c.width) + 24 * m
 
 
 def context_first(context: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def whole_case(path: Path) -> None:
 
         atol = 2e-4 if regression else 2e-5
         close(predictions(model.decode(encoded, n_context, task)), a["out/predictions"], atol=atol)
-        plain = model(x[order], y, None, task, a["in/feature_identity"])
+        plain = model.decode(model.encode(x[order], y, None, task, a["in/feature_identity"]), n_context, task)
         close(predictions(plain), a["out/predictions_zero_adapter"], atol=atol)
 
 
