@@ -267,6 +267,25 @@ class ImageClassification(LightningDataModule):
         steps = self.augment if augment else ()
         return Split(self._stores[name], self._items[name], self._mean, self._std, augment=steps, seed=self.seed)
 
+    def add_noise(self, images: Images, sigma: float) -> Tensor:
+        """Gaussian noise on the pixels, the same for an image whenever it is asked for.
+
+        `clip(pixel + sigma n, 0, 1)` on pixels in [0, 1], then normalised again; `n` depends on (seed, index) alone.
+
+        Args:
+            images: a batch, on any device.
+            sigma: standard deviation, in units of the pixel range.
+
+        Returns:
+            Float32 `[b, c, h, w]`, in place of `images.image`.
+        """
+        mean, std = (torch.tensor(v, device=images.image.device)[:, None, None] for v in (self._mean, self._std))
+        n = images.image[0].numel()
+        u = counter_uniform(self.seed, 0, images.index.cpu().numpy(), 2 * n)
+        normal = (-2 * torch.log1p(-u[:, :n])).sqrt() * torch.cos(2 * torch.pi * u[:, n:])  # Box and Muller
+        pixels = images.image * std + mean + sigma * normal.view_as(images.image).to(images.image.device)
+        return (pixels.clamp(0, 1) - mean) / std
+
     # ---------------------------------------------------------------------------------------------- loaders
 
     def _loader(self, split: Split, *, train: bool) -> Loader:
@@ -351,7 +370,8 @@ def _npz(path: Path) -> dict:
         images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"].reshape(-1)
         if images.dtype != np.uint8 or images.ndim not in (3, 4):
             raise ValueError(
-                f"{path}: {split}_images is {images.dtype} {list(images.shape)}, needed is uint8 [n, h, w] or [n, h, w, c]"
+                f"{path}: {split}_images is {images.dtype} {list(images.shape)}, "
+                "needed is uint8 [n, h, w] or [n, h, w, c]"
             )
         if not np.issubdtype(labels.dtype, np.integer) or len(labels) != len(images) or labels.min(initial=0) < 0:
             raise ValueError(
@@ -436,8 +456,8 @@ def download(source: str, data_dir: Path) -> Path:
     except (urllib.error.URLError, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise FileNotFoundError(
-            f"{class_name} is not in {data_dir} and cannot be downloaded ({reason}): put torchvision's files of it there, "
-            f"or {target.name} with arrays train_images, train_labels, test_images and test_labels"
+            f"{class_name} is not in {data_dir} and cannot be downloaded ({reason}): put torchvision's files of it "
+            f"there, or {target.name} with arrays train_images, train_labels, test_images and test_labels"
         ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -20,6 +20,7 @@ from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 
@@ -224,8 +225,10 @@ class Rays:
 
 
 def geometry_colours(model: Any) -> np.ndarray:
-    """Colour of each geometry in [0, 1], `(ngeom, 3)`, by MuJoCo's rule: its own, unless that is the default and it
-    has a material; a texture counts as its mean."""
+    """Colour of each geometry in [0, 1], `(ngeom, 3)`.
+
+    MuJoCo's rule: its own, unless that is the default and it has a material. A texture counts as its mean.
+    """
     colours = model.geom_rgba[:, :3].copy()
     default = (model.geom_rgba == [0.5, 0.5, 0.5, 1]).all(1)
     for geometry in np.flatnonzero(default & (model.geom_matid >= 0)):
@@ -260,9 +263,7 @@ class Simulator:
         self.spec = spec
         self.env = ENVIRONMENTS[f"{task}-goal-observable"](seed=0)
         self.env._freeze_rand_vec, self.env.seeded_rand_vec = False, True
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self._expert = ENV_POLICY_MAP[task]()
+        self._expert = ENV_POLICY_MAP[task]()
         model, data = self.env.model, self.env.data
         model.cam(spec.camera).pos[:] = spec.position
         mujoco.mj_forward(model, data)
@@ -336,7 +337,9 @@ class Simulator:
 
     def expert(self) -> np.ndarray:
         """The expert's action, clipped to [-1, 1] (most experts command more than the arm obeys), float32 `(4,)`."""
-        return np.clip(self._expert.get_action(self._obs), -1, 1).astype(np.float32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that its actions will be clipped
+            return np.clip(self._expert.get_action(self._obs), -1, 1).astype(np.float32)
 
 
 def stack(observations: Sequence[dict[str, np.ndarray]], points: int) -> dict[str, np.ndarray]:
@@ -401,6 +404,7 @@ def collect(
     folder: Path,
     *,
     seed: int = 0,
+    purpose: str = "train",
     max_steps: int = MAX_STEPS,
     tail: int | None = None,
     processes: int | None = None,
@@ -416,6 +420,7 @@ def collect(
         spec: What is recorded.
         folder: Where the file is kept; its name holds a hash of all arguments.
         seed: Of the layouts.
+        purpose: Other purposes have other layouts, see `episode_seed`.
         max_steps: See `demonstrate`.
         tail: See `demonstrate`.
         processes: How many work at once; None takes all cores, 1 works in this process.
@@ -426,7 +431,8 @@ def collect(
     Raises:
         ValueError: If the expert hardly ever succeeds.
     """
-    settings = {"episodes": episodes, "seed": seed, "max_steps": max_steps, "tail": tail, **asdict(spec), "format": 1}
+    settings = {"episodes": episodes, "seed": seed, "purpose": purpose, "max_steps": max_steps, "tail": tail}
+    settings |= {"observation": asdict(spec), "format": 1}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     target = folder / f"{task}-{digest}.npz"
     if target.is_file():
@@ -434,7 +440,7 @@ def collect(
     processes = min(processes or os.cpu_count() or 1, episodes)
     done: list[Episode] = []
     attempts = 0
-    with _executor(processes) as executor:
+    with _executor(processes, spawn=processes > 1) as executor:
         while len(done) < episodes:
             if attempts >= 10 * episodes:
                 raise ValueError(
@@ -442,7 +448,7 @@ def collect(
                     "raise max_steps or leave the task out"
                 )
             missing = episodes - len(done)
-            seeds = [episode_seed(task, seed, attempts + i, "demonstration") for i in range(missing)]
+            seeds = [episode_seed(task, seed, attempts + i, purpose) for i in range(missing)]
             attempts += missing
             jobs = [executor.submit(demonstrate, task, spec, s, max_steps, tail) for s in seeds]
             done += [episode for job in jobs if (episode := job.result()) is not None]
@@ -472,9 +478,9 @@ class _Here(Executor):
         return future
 
 
-def _executor(processes: int) -> Executor:
-    """Fresh processes: a forked one would inherit PyTorch's threads."""
-    return _Here() if processes == 1 else ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+def _executor(processes: int, spawn: bool) -> Executor:
+    """Fresh processes (a forked one would inherit PyTorch's threads), or this one."""
+    return ProcessPoolExecutor(processes, mp_context=get_context("spawn")) if spawn else _Here()
 
 
 # --------------------------------------------------------------------------------------- many episodes in step
@@ -538,16 +544,19 @@ class _Group:
         return Step(observation, self.solved.copy(), self.steps.copy(), hand, np.array(frames, dtype=np.uint8))
 
 
-_group: _Group | None = None
+_groups: dict[str, _Group] = {}  # in each process, those it keeps
 
 
-def _start(task: str, spec: Observation, history: int) -> None:
-    global _group
-    _group = _Group(task, spec, history)
+def _start(key: str, task: str, spec: Observation, history: int) -> None:
+    _groups[key] = _Group(task, spec, history)
 
 
-def _call(method: str, *args: Any) -> Any:
-    return getattr(_group, method)(*args)
+def _call(key: str, method: str, *args: Any) -> Any:
+    return getattr(_groups[key], method)(*args)
+
+
+def _end(key: str) -> None:
+    del _groups[key]
 
 
 class Simulators:
@@ -557,32 +566,41 @@ class Simulators:
         task: Name of the task.
         spec: What is observed.
         history: Observation steps that `reset` and `step` return.
-        processes: How many; None takes all cores. Each keeps its simulators until `close`.
+        processes: How many; None takes all cores, 1 simulates in this process. Each keeps its simulators until
+            `close`.
     """
 
     control_hz = CONTROL_HZ
+    low, high = -1.0, 1.0
+    """Bounds of an action."""
 
     def __init__(self, task: str, spec: Observation, history: int, processes: int | None = None):
         self.task = task
+        self._key = uuid4().hex
         count = processes or os.cpu_count() or 1
-        context = get_context("spawn")
-        self._workers = [ProcessPoolExecutor(1, mp_context=context) for _ in range(count)]
+        self._workers = [_executor(1, spawn=count > 1) for _ in range(count)]
         for worker in self._workers:
-            worker.submit(_start, task, spec, history)
+            worker.submit(_start, self._key, task, spec, history)
 
     def reset(self, seeds: Sequence[int]) -> tuple[Step, np.ndarray]:
         """Start an episode for each seed; returns what is seen and the layouts `(n, k)` in metres."""
         parts = np.array_split(np.asarray(seeds), min(len(self._workers), len(seeds)))
         self._bounds = np.cumsum([len(p) for p in parts])[:-1]
-        jobs = [w.submit(_call, "reset", p.tolist()) for w, p in zip(self._workers, parts, strict=False)]
+        jobs = [w.submit(_call, self._key, "reset", p.tolist()) for w, p in zip(self._workers, parts, strict=False)]
         steps, layouts = zip(*[job.result() for job in jobs], strict=True)
         return _join(steps), np.stack([layout for part in layouts for layout in part])
 
     def step(self, actions: np.ndarray, picture: int = 0, every: int = 2) -> Step:
-        """Execute a chunk `(n, h, 4)`; `picture` pixels: also take pictures of the first episode, each `every` steps."""
+        """Execute a chunk of actions.
+
+        Args:
+            actions: `(n, h, 4)`, clipped to [-1, 1].
+            picture: Side in pixels of pictures of the first episode; 0 takes none.
+            every: Control steps between two pictures.
+        """
         parts = np.split(actions, self._bounds)
         jobs = [
-            worker.submit(_call, "step", part, picture if i == 0 else 0, every)
+            worker.submit(_call, self._key, "step", part, picture if i == 0 else 0, every)
             for i, (worker, part) in enumerate(zip(self._workers, parts, strict=False))
         ]
         return _join([job.result() for job in jobs])
@@ -590,10 +608,11 @@ class Simulators:
     def close(self) -> None:
         """End the processes."""
         for worker in self._workers:
-            worker.shutdown(wait=False, cancel_futures=True)
+            worker.submit(_end, self._key)
+            worker.shutdown()
 
 
 def _join(parts: Sequence[Step]) -> Step:
     observation = {k: np.concatenate([p.observation[k] for p in parts]) for k in parts[0].observation}
-    arrays = [np.concatenate([getattr(p, name) for p in parts]) for name in ("solved", "steps", "hand")]
-    return Step(observation, *arrays, parts[0].frames)
+    solved, steps, hand = (np.concatenate([getattr(p, name) for p in parts]) for name in ("solved", "steps", "hand"))
+    return Step(observation, solved, steps, hand, parts[0].frames)

@@ -70,7 +70,7 @@ class GlobalBatches(Sampler[Draw]):
         self.size, self.batch_size, self.shuffle, self.drop_last = size, batch_size, shuffle, drop_last
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.epoch = 0
-        self.start = 0  # first batch to yield
+        self.start = 0  # first batch of the next iteration; the one after it begins at the beginning
 
     def __len__(self) -> int:
         """Batches in a whole epoch, also when the next iteration starts in the middle of one."""
@@ -91,7 +91,8 @@ class GlobalBatches(Sampler[Draw]):
             batches = np.split(order[: len(self) * self.batch_size], len(self))
         else:
             batches = np.array_split(order, len(self))
-        for batch in batches[self.start :]:
+        start, self.start = self.start, 0
+        for batch in batches[start:]:
             yield Draw(self.epoch, np.array_split(batch, self.world_size)[self.rank])
 
 
@@ -139,9 +140,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self.position = self.sampler.start
-        batches = iter(self._loader)
-        self.sampler.start = 0
-        for batch in batches:
+        for batch in self._loader:
             self.position += 1
             yield batch
 

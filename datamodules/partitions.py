@@ -117,7 +117,7 @@ def _dirichlet_group(
             share = random.dirichlet(np.full(clients, alpha)) * [len(part) < average for part in parts]
             if len(own) == 0:
                 continue
-            if share.sum() == 0:  # every open client drew 0, as tiny alphas do: start over
+            if not share.sum() > 0:  # tiny alphas draw 0 for every open client, or no number at all: start over
                 break
             cuts = (np.cumsum(share / share.sum()) * len(own)).astype(int)[:-1]
             parts = [np.concatenate(p) for p in zip(parts, np.split(own, cuts), strict=True)]

@@ -1,4 +1,6 @@
-"""Speech with its text: a small corpus made on the spot, a JSONL manifest, or a folder of audio with metadata."""
+"""Speech with its text: a small corpus made on the spot, a JSONL manifest, or a folder of audio with
+metadata.
+"""
 
 import csv
 import ctypes
@@ -30,7 +32,8 @@ class Utterances(NamedTuple):
     """A batch of b utterances.
 
     Attributes:
-        audio: float32 `[b, s]`, mono samples in [-1, 1] at the data module's `sample_rate`, zeros at the right.
+        audio: float32 `[b, s]`, mono samples in [-1, 1] at the data module's `sample_rate`, zeros at the
+            right.
         length: int64 `[b]`, samples of each; 0 where there is only text.
         text: b transcripts, or what is to be spoken.
         answer: b answers to spoken questions, empty where there is none.
@@ -120,8 +123,8 @@ def read_manifest(path: Path) -> list[Row]:
 def read_folder(path: Path) -> list[Row]:
     """Rows of a folder of audio in the layout of the Hugging Face `datasets` library (AudioFolder).
 
-    `metadata.csv` or `metadata.jsonl`, at the top or in `train/`, `validation/` and `test/`, has `file_name` and
-    `transcription` (or `text`), and may have any column of a manifest.
+    `metadata.csv` or `metadata.jsonl`, at the top or in `train/`, `validation/` and `test/`, has `file_name`
+    and `transcription` (or `text`), and may have any column of a manifest.
 
     Raises:
         FileNotFoundError: if there is no metadata file.
@@ -149,8 +152,8 @@ def check_files(rows: list[Row]) -> list[float]:
     """Duration of every row in seconds (0 for text alone), after a look at each file's header.
 
     Raises:
-        ValueError: naming every file that is missing, empty, not audio, at another rate than declared, or shorter
-            than `start + duration`.
+        ValueError: naming every file that is missing, empty, not audio, at another rate than declared, or
+            shorter than `start + duration`.
     """
     import soundfile
 
@@ -184,7 +187,8 @@ def check_files(rows: list[Row]) -> list[float]:
 
 
 def read_audio(path: str, rate: int, start: float = 0.0, duration: float | None = None) -> np.ndarray:
-    """Mono float32 samples at `rate` Hz of a part of a file; channels are averaged, other rates resampled (soxr).
+    """Mono float32 samples at `rate` Hz of a part of a file; channels are averaged, other rates resampled
+    (soxr).
 
     Raises:
         ValueError: naming a file that cannot be decoded.
@@ -207,7 +211,8 @@ def read_audio(path: str, rate: int, start: float = 0.0, duration: float | None 
 
 
 class Synthesizer:
-    """espeak-ng through ctypes, from the library that the package `espeakng-loader` ships (GPL-3.0, an extra).
+    """espeak-ng through ctypes, from the library that the package `espeakng-loader` ships (GPL-3.0, an
+    extra).
 
     Raises:
         ImportError: if the package is not installed.
@@ -457,7 +462,9 @@ class Split(Dataset):
 
 
 def pad(audio: list[np.ndarray]) -> tuple[Tensor, Tensor]:
-    """Join utterances of different length: float32 `[b, s]` with zeros at the right, and int64 `[b]` lengths."""
+    """Join utterances of different length: float32 `[b, s]` with zeros at the right, and int64 `[b]`
+    lengths.
+    """
     length = torch.tensor([len(a) for a in audio])
     padded = torch.zeros(len(audio), int(length.max()))
     for row, samples in zip(padded, audio, strict=True):
@@ -468,13 +475,14 @@ def pad(audio: list[np.ndarray]) -> tuple[Tensor, Tensor]:
 class SpeechText(LightningDataModule):
     """Utterances with their transcripts.
 
-    Rows without a `split` are split by a hash of their text (sentences of validation and test are never trained on),
-    and speakers of `unseen_speakers` are never trained on at all; batches tell which is which.
+    Rows without a `split` are split by a hash of their text (sentences of validation and test are never
+    trained on), and speakers of `unseen_speakers` are never trained on at all; batches tell which is which. Rows of
+    text alone are only trained on.
 
     Args:
-        source: `made` (a corpus made on the spot by espeak-ng, see `made`), a JSONL manifest (`audio`, `text` and, if
-            there, `start`, `duration`, `speaker`, `lang`, `split`, `answer`, `answer_audio`, `sample_rate`), or a
-            folder of audio with `metadata.csv` or `metadata.jsonl`.
+        source: `made` (a corpus made on the spot by espeak-ng, see `made`), a JSONL manifest (`audio`, `text`
+            and, if there, `start`, `duration`, `speaker`, `lang`, `split`, `answer`, `answer_audio`,
+            `sample_rate`), or a folder of audio with `metadata.csv` or `metadata.jsonl`.
         made: the recipe of the corpus made on the spot.
         more: further manifests or folders, added to the first.
         data_dir: where made speech is kept.
@@ -487,8 +495,8 @@ class SpeechText(LightningDataModule):
         augmentation: changes to training audio, or None.
         seed: of the order and the augmentation.
         num_workers: processes that prepare batches.
-        predict_source: for `predict`: a folder of audio (searched at every depth) to transcribe, or a `.txt` file
-            whose lines are to be spoken; without it, the test split.
+        predict_source: for `predict`: a folder of audio (searched at every depth) to transcribe, or a `.txt`
+            file whose lines are to be spoken; without it, the test split.
     """
 
     def __init__(
@@ -553,7 +561,12 @@ class SpeechText(LightningDataModule):
         return splits
 
     def _split_of(self, row: Row) -> str:
-        """`train`, `val`, `test`, or nothing for training sentences of unseen speakers."""
+        """`train`, `val`, `test`, or nothing for training sentences of unseen speakers.
+
+        Rows without audio or without a transcript cannot be scored, and are trained on.
+        """
+        if not (row.audio and row.text):
+            return "" if row.speaker in self.unseen else "train"
         part = zlib.crc32(row.text.encode()) / 2**32
         by_text = "test" if part < self.test_fraction else "val"
         if row.speaker in self.unseen:
@@ -585,6 +598,12 @@ class SpeechText(LightningDataModule):
         )
         pin = torch.cuda.is_available()
         return Loader(self.split("train", augment=True), order, num_workers=self.num_workers, pin_memory=pin)
+
+    def calibration_dataloader(self) -> Loader:
+        """Training utterances in a fixed random order, not augmented, the same batches on every rank."""
+        split = self.split("train")
+        size = min(self.batch_size, len(split))
+        return Loader(split, GlobalBatches(len(split), size, shuffle=True, drop_last=True, seed=self.seed))
 
     def val_dataloader(self) -> Loader:
         """Validation utterances: unseen sentences, of speakers seen and unseen in training."""

@@ -92,6 +92,27 @@ def gather_with_gradient(x: Tensor) -> Tensor:
     return torch.cat(all_gather(x.contiguous()))
 
 
+def gather_batch(x: Tensor) -> Tensor:
+    """The slices of all ranks, joined along the first axis, without gradients; their lengths may differ.
+
+    Args:
+        x: `[b_r, ...]`, equal on every rank but for the first axis.
+
+    Returns:
+        `[sum of b_r, ...]`; `x` itself on one process.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return x
+    x = x.detach()
+    lengths = [torch.zeros((), dtype=torch.long, device=x.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor(len(x), device=x.device))
+    longest = int(max(lengths))
+    padded = torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])]).contiguous()
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(n)] for part, n in zip(parts, lengths, strict=True)])
+
+
 def gather_rows(rows: dict[str, Any]) -> dict[str, Any]:
     """Join a dict of lists or CPU tensors over the ranks, in the order of the ranks; no gradients.
 

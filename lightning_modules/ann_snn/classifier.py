@@ -42,6 +42,8 @@ class ImageClassifier(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        # outside the CLI these are functions, which a checkpoint cannot hold
+        self.hparams.update({k: None for k in ("optimizer", "lr_scheduler") if callable(self.hparams[k])})
         self.network: nn.Module | None = None
         self.optimizer, self.lr_scheduler, self.label_smoothing = optimizer, lr_scheduler, label_smoothing
         self.accuracy = nn.ModuleDict({"train_": MeanMetric(), "val": MeanMetric(), "test": MeanMetric()})

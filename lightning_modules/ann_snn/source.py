@@ -74,7 +74,8 @@ def load_weights(network: nn.Module, weights: str) -> None:
     try:
         network.load_state_dict(fitting)
     except RuntimeError as error:
-        raise ValueError(f"weights {weights!r} do not fit {type(network).__name__}: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"weights {weights!r} do not fit {type(network).__name__}: {reason}") from None
 
 
 def _fit_names(state: dict[str, Any], wanted: set[str]) -> dict[str, torch.Tensor]:

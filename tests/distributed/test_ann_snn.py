@@ -1,0 +1,99 @@
+"""The closed loop on two processes: same result as one with the same global batch, and sharded checkpoints."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+import cli
+from lightning_modules import AnnSnn
+from tests.distributed.pair import launch
+from tests.helpers import weights
+
+SMALL = [
+    *("fit", "-c", "ann_snn/digits", "--trainer.max_steps", "4", "--trainer.max_epochs", "-1"),
+    *("--trainer.limit_val_batches", "1", "--trainer.log_every_n_steps", "1", "--data.batch_size", "50"),
+    *("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"),
+    *("--trainer.num_sanity_val_steps", "0", "--model.test_time_steps", "[]", "--trainer.accelerator", "cpu"),
+    # plain gradient steps show a difference in gradients as it is; Adam would scale rounding errors up
+    *("--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.1"),
+]
+WITHOUT_REPORT = ("--trainer.callbacks", "lightning.pytorch.callbacks.ModelCheckpoint", "--trainer.callbacks.save_last", "true")
+
+
+def losses(run):
+    with (run / "metrics.csv").open() as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file) if row.get("train/loss")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One process, DDP, FSDP2 with a single file, FSDP2 with a sharded folder; then a test of the sharded run."""
+    folder = tmp_path_factory.mktemp("pair")
+    base = [*SMALL, *WITHOUT_REPORT]
+    sharded = "--trainer.strategy.init_args.save_distributed_checkpoint=true"
+    cases = [
+        {"name": "ddp", "args": [*base, "-c", "strategy/ddp"]},
+        {"name": "fsdp2", "args": [*base, "-c", "strategy/fsdp2"]},
+        {"name": "sharded", "args": [*base, "-c", "strategy/fsdp2", sharded]},
+    ]
+    for case in cases:
+        case["run"] = str(folder / case["name"])
+    test = ["test", "-c", str(folder / "sharded" / "config.yaml"), "--data.batch_size", "77"]
+    last = str(folder / "sharded" / "checkpoints" / "last.ckpt")
+    cases.append({"name": "test", "run": str(folder / "sharded"), "args": [*test, "--ckpt_path", last]})
+    output = launch(cases, folder)
+    assert "CASE" not in output, output[-4000:]
+    cli.main([*base, "--trainer.default_root_dir", str(folder / "one")])
+    found = {case["name"]: folder / case["name"] for case in cases}
+    found["one"] = next((folder / "one").rglob("config.yaml")).parent
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_equal_one(runs, strategy):
+    one, two = losses(runs["one"]), losses(runs[strategy])
+    assert len(one) == len(two) == 4
+    assert two == pytest.approx(one, rel=1e-5)
+    a, b = (weights(runs[name] / "checkpoints" / "last.ckpt") for name in ("one", strategy))
+    assert a.keys() == b.keys()
+    moved = 0.0
+    start = weights_at_start()
+    for name, value in a.items():
+        torch.testing.assert_close(b[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+        if name in start:
+            moved = max(moved, (value - start[name]).abs().max().item())
+    assert moved > 1e-3  # the steps did something
+
+
+def weights_at_start():
+    from datamodules import ImageClassification
+
+    data = ImageClassification()
+    data.setup()
+    module = AnnSnn(conversion="channel", percentile=100, half_threshold=True, weighting="uniform")
+    module.convert_with(list(data.calibration_dataloader())[:1])
+    return {k: v for k, v in module.state_dict().items() if k.startswith("student") and "linear" in k}
+
+
+def test_a_sharded_checkpoint_consolidates_and_serves_one_process(runs, capsys):
+    folder = runs["sharded"] / "checkpoints" / "last.ckpt"
+    assert folder.is_dir()
+    cli.main(["consolidate", str(folder)])
+    file = capsys.readouterr().out.strip()
+    a, b = weights(file), weights(runs["fsdp2"] / "checkpoints" / "last.ckpt")
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name])
+    module = AnnSnn.load_from_checkpoint(file)
+    assert module(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    config = str(runs["sharded"] / "config.yaml")
+    one = ["--trainer.strategy", "auto", "--trainer.devices", "1", "--trainer.enable_progress_bar", "false"]
+    cli.main(["test", "-c", config, "--ckpt_path", file, *one])
+    alone = json.loads((runs["sharded"] / "test_metrics.json").read_text())
+    pair = json.loads((runs["test"] / "test_metrics.json").read_text())
+    assert alone == pytest.approx(pair)
+    # and goes on training
+    cli.main([*SMALL, *WITHOUT_REPORT, "--trainer.max_steps", "5", "--ckpt_path", file])
+    assert len(losses(runs["sharded"])) == 5

@@ -1,0 +1,38 @@
+"""Runs in two processes: every case that a test in this folder asks for, one after the other.
+
+`python -m tests.distributed.worker CASES.json`: a list of {"name", "args"}, each `args` a command line of the CLI.
+The processes are started by `pair.launch` with the variables that torchrun sets.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    import cli
+
+    rank = os.environ["RANK"]
+    for case in cases:
+        os.environ["FULGURITE_RUN"] = case["run"]  # as Lightning's own launcher would hand it on
+        try:
+            if case.get("code"):
+                exec(case["code"], {})  # noqa: S102: written in the tests beside this file
+            else:
+                cli.main(case["args"])
+        except SystemExit as stopped:
+            if stopped.code:
+                print(f"CASE {case['name']} ended with {stopped.code}", flush=True)  # noqa: T201
+        except Exception:
+            print(f"CASE {case['name']} failed on rank {rank}\n{traceback.format_exc()}", flush=True)  # noqa: T201
+            os._exit(1)  # the other rank would wait for ever in a collective
+
+
+if __name__ == "__main__":
+    main()
