@@ -1,0 +1,597 @@
+"""MoST as a LightningModule: wiring, logging, optimisers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.text import CharErrorRate, WordErrorRate
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lightning_modules.distributed import gather_with_gradient, shard
+from lightning_modules.most.balance import (
+    BalanceForm,
+    SegmentLoad,
+    load_by_modality,
+    segment_load,
+    segment_values,
+)
+from lightning_modules.most.encoders import build_encoder
+from lightning_modules.most.language_model import load_language_model, upcycle
+from lightning_modules.most.moe import MaskPosition, make_modality_aware, moe_blocks
+from lightning_modules.most.network import SpeechTextModel, token_losses
+from lightning_modules.most.prompts import (
+    TASKS,
+    Example,
+    Prompt,
+    PromptBuilder,
+    add_speech_tokens,
+    choose_task,
+    word_tokenizer,
+)
+from lightning_modules.most.units import Units, deduplicate
+from lightning_modules.most.vocoder import DurationPredictor, MelLoss, UnitVocoder, duration_loss
+
+FORMAT_VERSION = 1
+SCORES = {
+    "loss": MeanMetric,
+    "text_loss": MeanMetric,
+    "wer": WordErrorRate,
+    "cer": CharErrorRate,
+    "wer_unseen_speakers": WordErrorRate,
+    "wer_shuffled": WordErrorRate,
+    "unit_error": WordErrorRate,
+    "tts_stopped": MeanMetric,
+    "unit_likelihood_accuracy": MeanMetric,
+    "tts_wer_own_judge": WordErrorRate,
+}
+SPOKEN = ("tts", "qa_speech", "interleaved")  # tasks whose sequences hold unit tokens
+
+
+class MoST(LightningModule):
+    """A speech-text language model with modality-aware experts (MoST, arXiv:2601.10272).
+
+    Batches are `datamodules.speech.Utterances`. Every utterance gets a task by weight; one loss, the mean cross
+    entropy of all response tokens, text and units alike, plus the load-balance loss.
+
+    Args:
+        language_model: hub id or folder of a mixture of experts of transformers (deepseek_v2, qwen2_moe, qwen3_moe,
+            olmoe, mixtral), or its configuration as a dict with `model_type` (random weights).
+        tokenizer: hub id or folder; a list of words (or of single characters) for a new model; by default that of
+            `language_model`.
+        encoder: `log_mel`, hub id or folder of HuBERT, wav2vec 2 or Whisper, or the options of `FrozenEncoder`.
+        partition: `contiguous` (the paper), `interleaved`, 0 or 1 for each expert, or null (VanillaMoE).
+        mask: mask the router's scores `after_softmax` (the paper) or `before_softmax`.
+        shared_expert: false drops the shared experts (NoShared).
+        add_shared_width: width of a shared expert added to a family without one; 0 adds none.
+        upcycle_experts: turn a dense `language_model` into so many experts per layer; 0 does not.
+        upcycle_top_k: experts per token after upcycling.
+        balance: form of the load-balance loss: `sequence` (the paper), `flat` or `modality`.
+        balance_weight: its factor alpha, summed over layers.
+        balance_counts_padding: count padding as text, as the official code does.
+        tasks: weight of each task among asr, tts, text, qa_text, qa_speech and interleaved.
+        num_units: number of unit tokens.
+        units: file with a trained unit set; by default one is trained by k-means before the first step.
+        unit_frames: frames it is trained on.
+        deduplicate: runs of equal units become one; the vocoder then predicts durations.
+        vocoder_width: channels of the unit vocoder; 0 has none.
+        vocoder_crop: units in the pieces it is trained on.
+        vocoder_lr: its learning rate.
+        max_length: longest sequence in tokens.
+        max_response: most tokens of a generated response.
+        check_shuffled: also transcribe each validation batch with its audio exchanged between utterances.
+        gradient_checkpointing: recompute activations in the backward pass.
+        optimizer: by default AdamW with learning rate 5e-5, betas (0.9, 0.95) and weight decay 0.01.
+        warmup_steps: steps of linear warm-up; then the learning rate falls to 0 along a cosine.
+        init_from: checkpoint or folder from `save_pretrained` whose weights are the starting point.
+        architecture: filled in by checkpoints, so that they can be loaded without other files; leave it null.
+
+    Attributes:
+        expert_load: float [layers, 2, experts], picks by text and by audio tokens in this validation epoch.
+    """
+
+    def __init__(
+        self,
+        language_model: str | dict[str, Any] = "deepseek-ai/DeepSeek-V2-Lite",
+        tokenizer: str | list[str] | None = None,
+        encoder: str | dict[str, Any] = "log_mel",
+        partition: str | list[int] | None = "contiguous",
+        mask: MaskPosition = "after_softmax",
+        shared_expert: bool = True,
+        add_shared_width: int = 0,
+        upcycle_experts: int = 0,
+        upcycle_top_k: int = 2,
+        balance: BalanceForm = "sequence",
+        balance_weight: float = 0.001,
+        balance_counts_padding: bool = False,
+        tasks: dict[str, float] | None = None,
+        num_units: int = 500,
+        units: str | None = None,
+        unit_frames: int = 200_000,
+        deduplicate: bool = False,
+        vocoder_width: int = 0,
+        vocoder_crop: int = 8,
+        vocoder_lr: float = 2e-3,
+        max_length: int = 2048,
+        max_response: int = 500,
+        check_shuffled: bool = False,
+        gradient_checkpointing: bool = False,
+        optimizer: OptimizerCallable | None = None,
+        warmup_steps: int = 1000,
+        init_from: str | None = None,
+        architecture: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["init_from"])
+        tasks = tasks or {"asr": 0.4, "tts": 0.4, "text": 0.2}
+        if unknown := set(tasks) - set(TASKS):
+            raise ValueError(f"tasks has {', '.join(sorted(unknown))}; known are {', '.join(TASKS)}")
+        if isinstance(language_model, dict) and not isinstance(tokenizer, list | str):
+            raise ValueError("a new language model needs a tokenizer: a list of words or of characters, or a hub id")
+        self.tasks, self.optimizer, self.init_from = tasks, optimizer, init_from
+        self.network: SpeechTextModel | None = None
+        self.scores = nn.ModuleDict({name: metric() for name, metric in SCORES.items()})
+
+    # ------------------------------------------------------------------------------------------------ building
+
+    def configure_model(self) -> None:
+        """Build or load the parts; does nothing the second time."""
+        if self.network is not None:
+            return
+        h = self.hparams
+        stored = h.architecture or {}
+        self.encoder = build_encoder(stored.get("encoder", h.encoder))
+        if "tokenizer" in stored:
+            tokenizer = PreTrainedTokenizerFast(**stored["tokenizer"]["special"], tokenizer_object=_fast(stored))
+        elif isinstance(h.tokenizer, list):
+            tokenizer = word_tokenizer(h.tokenizer)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(h.tokenizer or h.language_model)
+        layout = add_speech_tokens(tokenizer, h.num_units)
+        source = stored.get("language_model", h.language_model)
+        if isinstance(source, dict):
+            special = {"bos_token_id": layout.bos, "eos_token_id": layout.eos, "pad_token_id": layout.pad}
+            source = special | {"vocab_size": layout.size} | source
+        language_model = load_language_model(source)
+        if h.upcycle_experts and "language_model" not in stored:
+            language_model = upcycle(language_model, h.upcycle_experts, h.upcycle_top_k)
+        config = language_model.config
+        if config.vocab_size < layout.size:
+            language_model.resize_token_embeddings(layout.size)
+        if config.max_position_embeddings < h.max_length:
+            raise ValueError(
+                f"max_length {h.max_length} is more than the language model's context, {config.max_position_embeddings}"
+            )
+        make_modality_aware(language_model, h.partition, h.mask, h.shared_expert, h.add_shared_width).train()
+        if h.gradient_checkpointing:
+            language_model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.network = SpeechTextModel(language_model, layout, self.encoder.feature_size)
+        self.units = Units.load(Path(h.units)) if h.units else Units(h.num_units, self.encoder.feature_size)
+        if self.units.count != h.num_units:
+            raise ValueError(f"{h.units} has {self.units.count} units and num_units is {h.num_units}")
+        self.vocoder = self.durations = None
+        if h.vocoder_width:
+            self.vocoder = UnitVocoder(h.num_units, self.units.hash, self.encoder.sample_rate, h.vocoder_width)
+            self.durations = DurationPredictor(h.num_units) if h.deduplicate else None
+            self.mel_loss = MelLoss(self.encoder.sample_rate)
+        self.prompts = PromptBuilder(tokenizer, layout, h.max_length)
+        self.expert_load = torch.zeros(len(moe_blocks(language_model)), 2, config.num_experts)
+        self.hparams["architecture"] = {
+            "language_model": json.loads(config.to_json_string(use_diff=False)),
+            "tokenizer": {
+                "json": tokenizer.backend_tokenizer.to_str(),
+                "special": {k: str(v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)},
+            },
+            "encoder": self.encoder.description,
+        }
+        if self.init_from is not None:
+            self._load_weights(Path(self.init_from))
+        shard(self.network, {type(layer) for layer in language_model.model.layers}, self.device_mesh)
+        for part in (self.vocoder, self.durations):
+            if part is not None:
+                shard(part, (), self.device_mesh)
+
+    def _load_weights(self, path: Path) -> None:
+        """Weights only, from a folder of `save_pretrained` or a checkpoint."""
+        if not path.exists():
+            raise FileNotFoundError(f"init_from {path} does not exist")
+        if path.is_dir():
+            load_model(self, path / "model.safetensors")
+        else:
+            self.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `model.safetensors` and `config.json` (options, language model, tokenizer) into a folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(self, str(folder / "model.safetensors"))
+        options = {k: v for k, v in self.hparams.items() if k != "optimizer" and not k.startswith("_")}
+        content = {"format_version": FORMAT_VERSION, "class": "MoST", "options": options}
+        (folder / "config.json").write_text(json.dumps(content, indent=1))
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path) -> "MoST":
+        """Read what `save_pretrained` wrote, from a folder or a hub id.
+
+        Raises:
+            ValueError: if the files are of another format version.
+        """
+        folder = Path(source)
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(str(source), allow_patterns=["model.safetensors", "config.json"]))
+        content = json.loads((folder / "config.json").read_text())
+        if content.get("format_version") != FORMAT_VERSION:
+            raise ValueError(f"{folder} has format version {content.get('format_version')}, not {FORMAT_VERSION}")
+        model = cls(**content["options"])
+        model.configure_model()
+        load_model(model, folder / "model.safetensors")
+        return model.eval()
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW, warm-up and cosine (MoST, training details); the vocoder has its own learning rate."""
+        groups: list[dict[str, Any]] = [{"params": [p for p in self.network.parameters() if p.requires_grad]}]
+        if self.vocoder is not None:
+            parts = [part for part in (self.vocoder, self.durations) if part is not None]
+            groups.append({"params": [p for part in parts for p in part.parameters()], "lr": self.hparams.vocoder_lr})
+        if self.optimizer is None:
+            optimizer = torch.optim.AdamW(groups, lr=5e-5, betas=(0.9, 0.95), weight_decay=0.01)
+        else:
+            optimizer = self.optimizer(groups)
+        warmup, total = self.hparams.warmup_steps, self.trainer.estimated_stepping_batches
+
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / warmup
+            if math.isinf(total):
+                return 1.0
+            return 0.5 * (1 + math.cos(math.pi * min((step - warmup) / max(total - warmup, 1), 1.0)))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_fit_start(self) -> None:
+        """Train the unit set if none was given and none was restored."""
+        spoken = any(self.tasks.get(task, 0) > 0 for task in SPOKEN) or self.vocoder is not None
+        if spoken and self.units.centroids.count_nonzero() == 0:
+            if self.trainer.datamodule is None:
+                raise ValueError("the unit set is to be trained, which needs a data module: use one, or give units")
+            frames: list[Tensor] = []
+            for batch in self.trainer.datamodule.calibration_dataloader():
+                if int(batch.length.max()) > 0:
+                    encoded, count = self.encode(batch.audio.to(self.device), batch.length.to(self.device))
+                    frames.append(_packed(encoded, count).cpu())
+                if sum(map(len, frames)) >= self.hparams.unit_frames:
+                    break
+            self.units.cpu().fit(torch.cat(frames)[: self.hparams.unit_frames].numpy())
+            self.units.to(self.device)
+            self.units.centroids.copy_(self.trainer.strategy.broadcast(self.units.centroids))
+            if self.vocoder is not None:
+                self.vocoder.unit_hash = self.units.hash
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the hash of the units that the vocoder was trained on."""
+        if self.vocoder is not None:
+            checkpoint["vocoder_unit_hash"] = self.vocoder.unit_hash
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore it."""
+        if self.vocoder is not None:
+            self.vocoder.unit_hash = checkpoint["vocoder_unit_hash"]
+
+    # ------------------------------------------------------------------------------------------------ inference
+
+    @torch.no_grad()
+    def encode(self, audio: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """Frames float32 [b, l, f] and their number int64 [b], of audio [b, s] with lengths [b] in samples."""
+        return self.encoder(audio, length)
+
+    def forward(self, audio: Tensor, length: Tensor) -> list[str]:
+        """Transcribe: float32 [b, s] samples at 16 kHz and int64 [b] lengths to b texts."""
+        frames, count = self.encode(audio, length)
+        return self._respond("asr", [Example("asr", frames=n) for n in count.tolist()], _packed(frames, count))[0]
+
+    def speak(self, texts: list[str]) -> list[Tensor]:
+        """Speak: b texts to b waveforms float32 [s] at the encoder's sample rate.
+
+        Raises:
+            ValueError: without a vocoder, or if it belongs to another unit set.
+        """
+        if self.vocoder is None:
+            raise ValueError("the model has no vocoder: set vocoder_width and train it")
+        self.vocoder.check(self.units.hash)
+        return self._vocode(self._respond("tts", [Example("tts", text) for text in texts], None)[1])
+
+    def _vocode(self, units: list[Tensor]) -> list[Tensor]:
+        return self.vocoder.speak(units if self.durations is None else self.durations.lengthen(units))
+
+    def answer(self, audio: Tensor, length: Tensor, spoken: bool = False) -> tuple[list[str], list[Tensor]]:
+        """Answer spoken questions [b, s]: b texts, and b sequences of units (empty unless `spoken`)."""
+        frames, count = self.encode(audio, length)
+        task = "qa_speech" if spoken else "qa_text"
+        return self._respond(task, [Example(task, frames=n) for n in count.tolist()], _packed(frames, count))
+
+    def _respond(self, task: str, examples: list[Example], frames: Tensor | None) -> tuple[list[str], list[Tensor]]:
+        """Texts and units of the responses."""
+        prompt = self._on_device(self.prompts(examples, respond=False))
+        expect = {"tts": "speech", "qa_speech": "text_then_speech"}.get(task, "text")
+        limit = min(self.hparams.max_response, self.hparams.max_length - prompt.input_ids.shape[1])
+        if limit < 5:
+            raise ValueError(
+                f"a prompt of {prompt.input_ids.shape[1]} tokens leaves no room for a response in max_length "
+                f"{self.hparams.max_length}"
+            )
+        out = self.network.generate(
+            prompt.input_ids,
+            frames,
+            prompt.attention_mask,
+            expect,
+            limit,
+            finished_everywhere=lambda done: bool(gather_with_gradient(torch.tensor([done], device=self.device)).all()),
+        )
+        layout = self.prompts.layout
+        unit = (out >= layout.first_unit) & (out < layout.begin_audio)
+        texts = self.prompts.tokenizer.batch_decode(
+            [row[row < layout.first_unit] for row in out.cpu()], skip_special_tokens=True
+        )
+        return [" ".join(t.split()) for t in texts], [
+            row[own] - layout.first_unit for row, own in zip(out, unit, strict=True)
+        ]
+
+    def _on_device(self, prompt: Prompt) -> Prompt:
+        return Prompt(*(x.to(self.device) for x in prompt))
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def training_step(self, batch, batch_idx: int) -> Tensor:
+        """Loss of one batch of `Utterances`.
+
+        Logs `train/loss` (all parts), `train/token_loss` (nats per response token), `train/balance` (load-balance
+        loss per layer, before its factor; 1 is even for `modality`) and `train/vocoder` (log-mel distance).
+        """
+        frames, count = self.encode(batch.audio, batch.length)
+        examples, heard = self._examples(batch, frames, count)
+        token_loss, balance = self._losses(self.prompts(examples), heard)
+        loss = token_loss + self.hparams.balance_weight * balance.sum()
+        self.log("train/token_loss", token_loss.detach(), prog_bar=True)
+        self.log("train/balance", balance.mean().detach())
+        if self.vocoder is not None:
+            vocoder = self._vocoder_loss(batch, frames, count)
+            self.log("train/vocoder", vocoder.detach(), prog_bar=True)
+            loss = loss + vocoder
+        self.log("train/loss", loss.detach())
+        return loss
+
+    def _examples(self, batch, frames: Tensor, count: Tensor) -> tuple[list[Example], Tensor | None]:
+        """A task for each utterance, and the frames that the prompts hear, packed."""
+        units = self.units(frames)
+        answer_frames, answer_count = frames[:, :0], torch.zeros_like(count)
+        if batch.answer_audio.shape[1]:
+            answer_frames, answer_count = self.encode(batch.answer_audio, batch.answer_length)
+        answer_units = self.units(answer_frames)
+        examples, heard = [], []
+        for i in range(len(batch.text)):
+            possible = ["text"] if batch.text[i] else []
+            if count[i] > 0 and batch.text[i]:
+                possible += ["asr", "tts", "interleaved"]
+            if count[i] > 0 and batch.answer[i]:
+                possible += ["qa_text"] + (["qa_speech"] if answer_count[i] > 0 else [])
+            number = float(batch.number[i])
+            task = choose_task(self.tasks, possible, number)
+            own = answer_units[i, : answer_count[i]] if task == "qa_speech" else units[i, : count[i]]
+            if self.hparams.deduplicate:
+                own = deduplicate(own)[0]
+            hears = task in ("asr", "qa_text", "qa_speech")
+            heard.append(hears)
+            examples.append(
+                Example(
+                    task,
+                    batch.text[i],
+                    int(count[i]) if hears else 0,
+                    own,
+                    batch.answer[i],
+                    text_first=int(number * 2**16) % 2 == 1,
+                    name=batch.name[i],
+                )
+            )
+        return examples, _packed(frames, count * torch.tensor(heard, device=count.device))
+
+    def _losses(self, prompt: Prompt, frames: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mean cross entropy per response token over all ranks, and the load-balance loss of each layer."""
+        prompt = self._on_device(prompt)
+        logits = self.network(prompt.input_ids, frames, prompt.attention_mask)
+        losses = token_losses(logits, prompt.labels)
+        total = gather_with_gradient(losses.new_tensor([float(len(losses))])).sum()
+        token_loss = losses.sum() * self._world / total
+        modality = self.network.modality(prompt.input_ids)
+        valid = torch.ones_like(prompt.attention_mask) if self.hparams.balance_counts_padding else prompt.attention_mask
+        form = self.hparams.balance
+        layers = []
+        for block in moe_blocks(self.network):
+            load = segment_load(block.routing, modality, valid, form)
+            if form != "sequence":
+                load = SegmentLoad(*(gather_with_gradient(x[None]).sum(0) for x in load))
+            values = segment_values(load, block.routing.indices.shape[-1])
+            used = (load.tokens > 0).float()
+            share = used.sum()[None]
+            if form == "sequence":
+                share = gather_with_gradient(share) / self._world
+            layers.append((values * used).sum() / share.sum().clamp(min=1e-9))
+        return token_loss, torch.stack(layers)
+
+    @property
+    def _world(self) -> int:
+        return self._trainer.world_size if self._trainer is not None else 1
+
+    def _vocoder_loss(self, batch, frames: Tensor, count: Tensor) -> Tensor:
+        """Log-mel distance on one piece of every utterance, and the durations of its units."""
+        size = self.vocoder.samples_per_unit
+        if frames.shape[1] == 0:  # no audio here; other ranks may have some
+            nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            parts = [part for part in (self.vocoder, self.durations) if part is not None]
+            return 0 * torch.stack([part(nothing).sum() for part in parts]).sum()
+        units = self.units(frames)
+        crop = min(self.hparams.vocoder_crop, units.shape[1])
+        start = (batch.number * (count - crop + 1).clamp(min=1)).long()
+        place = start[:, None] + torch.arange(crop, device=units.device)  # b crop
+        audio = nn.functional.pad(batch.audio, (0, units.shape[1] * size - batch.audio.shape[1]))
+        real = audio.unflatten(1, (-1, size)).gather(1, place[..., None].expand(-1, -1, size)).flatten(1)
+        loss = self.mel_loss(self.vocoder(units.gather(1, place)), real)
+        if self.durations is not None:
+            loss = loss + duration_loss(self.durations, units, count)
+        return loss
+
+    # ------------------------------------------------------------------------------------------------ evaluation
+
+    def on_validation_epoch_start(self) -> None:
+        """Begin a new count of expert loads."""
+        self.expert_load.zero_()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def validation_step(self, batch, batch_idx: int) -> None:
+        """Transcribe and compare.
+
+        Logs `val/wer` and `val/cer` (errors per word and per character; speakers seen in training),
+        `val/wer_unseen_speakers`, `val/wer_shuffled` (audio exchanged between utterances: near 1 unless the model
+        guesses from text alone), `val/loss` (nats per transcript token) and `val/text_loss` (of the text alone).
+        """
+        self._evaluate(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the scores of all ranks."""
+        self._log_scores("val")
+
+    def test_step(self, batch, batch_idx: int) -> None:
+        """Transcribe, speak, and score.
+
+        Logs what `validation_step` logs, under `test/`, and `test/text_perplexity`; where units are trained on,
+        `test/unit_error` (edit distance of generated to real units per real unit), `test/tts_stopped` (share of
+        utterances that end by themselves) and `test/unit_likelihood_accuracy` (share of utterances whose units are
+        likelier per token than the same units in random order); with a vocoder, `test/tts_wer_own_judge` (errors per
+        word in transcripts of generated speech by this very model).
+        """
+        self._evaluate(batch)
+        if any(self.tasks.get(task, 0) > 0 for task in SPOKEN):
+            self._evaluate_speech(batch)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the scores of all ranks."""
+        self._log_scores("test")
+
+    def _log_scores(self, stage: str) -> None:
+        for name, metric in self.scores.items():
+            value = metric.compute()
+            metric.reset()
+            if not value.isnan():  # nothing to score, on any rank
+                self.log(f"{stage}/{name}", value, prog_bar=name == "wer")
+                if (stage, name) == ("test", "text_loss"):
+                    self.log("test/text_perplexity", value.exp())
+
+    def _evaluate(self, batch) -> None:
+        frames, count = self.encode(batch.audio, batch.length)
+        examples = [Example("asr", t, n) for t, n in zip(batch.text, count.tolist(), strict=True)]
+        prompt = self._on_device(self.prompts(examples))
+        logits = self.network(prompt.input_ids, _packed(frames, count), prompt.attention_mask)
+        self.scores["loss"].update(token_losses(logits, prompt.labels))
+        modality = self.network.modality(prompt.input_ids)
+        for total, block in zip(self.expert_load, moe_blocks(self.network), strict=True):
+            total += load_by_modality(block.routing, modality, prompt.attention_mask).cpu()
+        self.scores["text_loss"].update(self.text_loss(batch.text))
+        said = self._transcribe(frames, count)
+        for name, wanted in (("wer", False), ("cer", False), ("wer_unseen_speakers", True)):
+            rows = [i for i, unseen in enumerate(batch.unseen.tolist()) if unseen == wanted]
+            if rows:
+                self.scores[name].update([said[i] for i in rows], [batch.text[i] for i in rows])
+        if self.hparams.check_shuffled:
+            self.scores["wer_shuffled"].update(self._transcribe(frames.roll(1, 0), count.roll(1, 0)), batch.text)
+
+    @torch.no_grad()
+    def text_loss(self, texts: list[str], all_experts: bool = False) -> Tensor:
+        """Nats of every token of plain texts, [m].
+
+        Args:
+            texts: the texts.
+            all_experts: let text tokens use every expert, as the base model did.
+        """
+        prompt = self._on_device(self.prompts([Example("text", text) for text in texts]))
+        gates = [block.gate for block in moe_blocks(self.network)]
+        groups = [gate.groups for gate in gates]
+        try:
+            if all_experts:
+                for gate in gates:
+                    gate.groups = None
+            logits = self.network(prompt.input_ids, None, prompt.attention_mask)
+        finally:
+            for gate, own in zip(gates, groups, strict=True):
+                gate.groups = own
+        return token_losses(logits, prompt.labels)
+
+    def _transcribe(self, frames: Tensor, count: Tensor) -> list[str]:
+        return self._respond("asr", [Example("asr", frames=n) for n in count.tolist()], _packed(frames, count))[0]
+
+    def _evaluate_speech(self, batch) -> None:
+        frames, count = self.encode(batch.audio, batch.length)
+        real = [self.units(f[:n]) for f, n in zip(frames, count.tolist(), strict=True)]
+        if self.hparams.deduplicate:
+            real = [deduplicate(u)[0] for u in real]
+        _, made = self._respond("tts", [Example("tts", text) for text in batch.text], None)
+        self.scores["unit_error"].update(*([" ".join(map(str, u.tolist())) for u in side] for side in (made, real)))
+        # begin_audio, end_audio and EOS are around the units of a response that had to be closed
+        stopped = [float(len(u) < self.hparams.max_response - 3) for u in made]
+        self.scores["tts_stopped"].update(torch.tensor(stopped))
+        shuffle = torch.Generator().manual_seed(int(batch.index[0]))
+        mixed = [u[torch.randperm(len(u), generator=shuffle).to(u.device)] for u in real]
+        likelier = self.unit_likelihood(real) > self.unit_likelihood(mixed)
+        self.scores["unit_likelihood_accuracy"].update(likelier.float())
+        if self.vocoder is not None:
+            self.vocoder.check(self.units.hash)
+            speech = self._vocode(made)
+            length = torch.tensor([len(s) for s in speech], device=self.device)
+            audio = nn.utils.rnn.pad_sequence(speech, batch_first=True)
+            self.scores["tts_wer_own_judge"].update(self(audio, length), batch.text)
+
+    @torch.no_grad()
+    def unit_likelihood(self, units: list[Tensor]) -> Tensor:
+        """Mean log-likelihood per token of sequences of units, after BOS and `begin_audio`: float [b].
+
+        What sWUGGY and sBLIMP compare between a real and a distorted utterance.
+        """
+        layout = self.prompts.layout
+        prompt = self.prompts([Example("interleaved", units=own) for own in units])
+        prompt = self._on_device(prompt)
+        is_unit = (prompt.labels >= layout.first_unit) & (prompt.labels < layout.begin_audio)
+        labels = torch.where(is_unit, prompt.labels, -100)
+        logits = self.network(prompt.input_ids, None, prompt.attention_mask)
+        owner = is_unit[:, 1:].nonzero()[:, 0]
+        sums = torch.zeros(len(units), device=self.device).index_add(0, owner, -token_losses(logits, labels))
+        return sums / is_unit.sum(1).clamp(min=1)
+
+    def predict_step(self, batch, batch_idx: int) -> dict[str, Any]:
+        """Transcripts of audio, or speech of texts.
+
+        Returns:
+            `index` int64 [b], `name` (the audio file) and `text` (its transcript) for a batch of audio; `index`,
+            `text` and `samples` (b waveforms at 16 kHz) for a batch of texts.
+        """
+        if batch.audio.shape[1]:
+            return {"index": batch.index, "name": batch.name, "text": self(batch.audio, batch.length)}
+        return {"index": batch.index, "text": batch.text, "samples": self.speak(batch.text)}
+
+
+def _packed(frames: Tensor, count: Tensor) -> Tensor:
+    """The first `count` [b] frames of each row of [b, l, f], one after the other: [n, f]."""
+    return frames[torch.arange(frames.shape[1], device=frames.device) < count[:, None]]
+
+
+def _fast(stored: dict[str, Any]):
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(stored["tokenizer"]["json"])

@@ -1,0 +1,156 @@
+"""Unit vocoder: unit tokens to a waveform, with the HiFi-GAN generator of transformers (Kong et al. 2020).
+
+The generator is trained on a multi-resolution log-mel loss; with the discriminators below, adversarially as
+well.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import SpeechT5HifiGan, SpeechT5HifiGanConfig
+
+from lightning_modules.most.encoders import _filters, log_mel
+from lightning_modules.most.units import deduplicate
+
+RATES = {16_000: (8, 5, 4, 4), 8_000: (5, 4, 4, 4)}  # their product is the number of samples per unit at 25 Hz
+
+
+class UnitVocoder(nn.Module):
+    """Units to samples, 25 units per second.
+
+    Args:
+        num_units: size of the unit set.
+        unit_hash: hash of the unit set (`Units.hash`), kept with the weights.
+        sample_rate: 16000 or 8000 Hz.
+        width: channels in front of the first upsampling; halved at each of the four.
+        embedding: size of a unit's embedding.
+    """
+
+    def __init__(
+        self,
+        num_units: int,
+        unit_hash: str = "",
+        sample_rate: int = 16_000,
+        width: int = 128,
+        embedding: int = 64,
+    ) -> None:
+        super().__init__()
+        if sample_rate not in RATES:
+            raise ValueError(f"the vocoder works at {' or '.join(map(str, RATES))} Hz, not at {sample_rate}")
+        rates = RATES[sample_rate]
+        self.unit_hash, self.sample_rate = unit_hash, sample_rate
+        self.samples_per_unit = sample_rate // 25
+        self.embedding = nn.Embedding(num_units, embedding)
+        self.generator = SpeechT5HifiGan(
+            SpeechT5HifiGanConfig(
+                model_in_dim=embedding,
+                sampling_rate=sample_rate,
+                upsample_initial_channel=width,
+                upsample_rates=list(rates),
+                upsample_kernel_sizes=[2 * r + r % 2 for r in rates],  # kernel minus rate is even: no sample is lost
+                resblock_kernel_sizes=[3, 7],
+                resblock_dilation_sizes=[[1, 3], [1, 3]],
+                normalize_before=False,
+            )
+        ).train()
+        for module in self.generator.modules():  # transformers' 0.01 is meant for weight-normalised layers: no signal
+            if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+                module.reset_parameters()
+
+    def forward(self, units: Tensor) -> Tensor:
+        """Units int64 [b, l] to samples float32 [b, l * samples_per_unit] in [-1, 1]."""
+        return self.generator(self.embedding(units))
+
+    def check(self, unit_hash: str) -> None:
+        """Refuse units of another set.
+
+        Raises:
+            ValueError: if the hash is another one.
+        """
+        if unit_hash != self.unit_hash:
+            raise ValueError(
+                f"the vocoder was trained on the unit set {self.unit_hash} and cannot speak {unit_hash}: "
+                "train one on these units"
+            )
+
+    @torch.no_grad()
+    def speak(self, units: list[Tensor]) -> list[Tensor]:
+        """Samples [s] of each sequence of units int64 [l], in one pass; shorter ones are padded with their last
+        unit.
+        """
+        longest = max(map(len, units))
+        if longest == 0:
+            return [self.embedding.weight.new_zeros(0) for _ in units]
+        places = torch.arange(longest, device=units[0].device)
+        padded = torch.stack([u[places.clamp(max=len(u) - 1)] if len(u) else torch.zeros_like(places) for u in units])
+        size = self.samples_per_unit
+        return [samples[: len(u) * size] for samples, u in zip(self(padded), units, strict=True)]
+
+
+class DurationPredictor(nn.Module):
+    """Logarithm of the run length of each de-duplicated unit, from the unit and its neighbours.
+
+    Args:
+        num_units: size of the unit set.
+        width: size of the embedding and of the hidden layer.
+    """
+
+    def __init__(self, num_units: int, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_units, width)
+        self.layers = nn.Sequential(nn.Conv1d(width, width, 3, padding=1), nn.ReLU(), nn.Conv1d(width, 1, 3, padding=1))
+
+    def forward(self, runs: Tensor) -> Tensor:
+        """Units int64 [b, m] to float [b, m]."""
+        return self.layers(self.embedding(runs).transpose(1, 2))[:, 0]
+
+    @torch.no_grad()
+    def lengthen(self, runs: list[Tensor]) -> list[Tensor]:
+        """Repeat every unit for its predicted length, 1 to 25; sequences int64 [m] to int64 [l]."""
+        padded = nn.utils.rnn.pad_sequence(runs, batch_first=True)
+        if padded.shape[1] == 0:
+            return runs
+        lengths = self(padded).exp().round().clamp(1, 25).long()
+        return [own.repeat_interleave(n[: len(own)]) for own, n in zip(runs, lengths, strict=True)]
+
+
+def duration_loss(predictor: DurationPredictor, units: Tensor, count: Tensor) -> Tensor:
+    """Mean squared error of the logarithms of the run lengths.
+
+    Args:
+        predictor: of run lengths.
+        units: int64 [b, l].
+        count: int64 [b], units of each.
+    """
+    runs, lengths = zip(*(deduplicate(u[:n]) for u, n in zip(units, count.tolist(), strict=True)), strict=True)
+    pad = nn.utils.rnn.pad_sequence
+    target = pad(list(lengths), batch_first=True)
+    error = (predictor(pad(list(runs), batch_first=True)) - target.clamp(min=1).log()).square()
+    return error[target > 0].mean()
+
+
+class MelLoss(nn.Module):
+    """Mean absolute difference of log-mel spectrograms at several resolutions.
+
+    Args:
+        sample_rate: in Hz.
+        windows: lengths of the analysis windows in samples; the hop is a quarter.
+        mels: bands at each.
+    """
+
+    def __init__(self, sample_rate: int, windows: tuple[int, ...] = (256, 512, 1024), mels: int = 40) -> None:
+        super().__init__()
+        self.windows = windows
+        for window in windows:
+            self.register_buffer(f"hann_{window}", torch.hann_window(window), persistent=False)
+            self.register_buffer(f"filters_{window}", _filters(sample_rate, window, mels), persistent=False)
+
+    def forward(self, made: Tensor, real: Tensor) -> Tensor:
+        """Compare samples [b, s]; the result is in natural logarithms."""
+        total = made.new_zeros(())
+        for window in self.windows:
+            hop = window // 4
+            hops = -(-made.shape[-1] // hop)
+            hann, filters = getattr(self, f"hann_{window}"), getattr(self, f"filters_{window}")
+            a, b = (log_mel(x, hops, hop, hann, filters).clamp(min=-11.5) for x in (made, real))
+            total = total + (a - b).abs().mean()
+        return total / len(self.windows)
