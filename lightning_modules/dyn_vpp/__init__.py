@@ -10,6 +10,16 @@ _HOME = {
     "ActionDecoder": "networks",
     "ActionEncoder": "networks",
     "VideoFormer": "networks",
+    "context_noise": "sampler",
+    "first_step_features": "networks",
+    "group_advantages": "objective",
+    "hybrid_schedule": "sampler",
+    "karras_sigmas": "sampler",
+    "latent_reward": "rewards",
+    "micro_batches": "objective",
+    "policy_loss": "objective",
+    "predict_clean": "networks",
+    "rollout": "sampler",
 }
 
 __all__ = sorted(_HOME)

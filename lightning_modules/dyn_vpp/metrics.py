@@ -15,17 +15,16 @@ from torchmetrics.functional.image import peak_signal_noise_ratio, structural_si
 
 def psnr(prediction: Tensor, target: Tensor) -> Tensor:
     """Peak signal-to-noise ratio of each picture in dB, `[... 3 h w] -> [...]`; infinite for equal pictures."""
-    flat = [x.flatten(0, -4).float() for x in (prediction, target)]
-    values = peak_signal_noise_ratio(*flat, data_range=1.0, reduction="none", dim=(1, 2, 3))
+    ours, theirs = (x.flatten(0, -4).float() for x in (prediction, target))
+    values = peak_signal_noise_ratio(ours, theirs, data_range=1.0, reduction="none", dim=(1, 2, 3))
     return values.unflatten(0, prediction.shape[:-3])
 
 
 def ssim(prediction: Tensor, target: Tensor) -> Tensor:
     """Structural similarity of each picture (Gaussian window of 11 pixels), `[... 3 h w] -> [...]`, at most 1."""
-    flat = [x.flatten(0, -4).float() for x in (prediction, target)]
-    return structural_similarity_index_measure(*flat, data_range=1.0, reduction="none").unflatten(
-        0, prediction.shape[:-3]
-    )
+    ours, theirs = (x.flatten(0, -4).float() for x in (prediction, target))
+    values = structural_similarity_index_measure(ours, theirs, data_range=1.0, reduction="none")
+    return values.unflatten(0, prediction.shape[:-3])  # type: ignore[union-attr]
 
 
 def lucas_kanade(
@@ -46,7 +45,7 @@ def lucas_kanade(
     """
     pyramid = [(first.mean(1, keepdim=True).float(), second.mean(1, keepdim=True).float())]
     for _ in range(levels - 1):
-        pyramid.append(tuple(F.avg_pool2d(x, 2) for x in pyramid[-1]))
+        pyramid.append((F.avg_pool2d(pyramid[-1][0], 2), F.avg_pool2d(pyramid[-1][1], 2)))
 
     def smooth(x: Tensor, width: int = window) -> Tensor:
         return F.avg_pool2d(x, width, stride=1, padding=width // 2, count_include_pad=False)
@@ -115,7 +114,7 @@ def group_diversity(latents: Tensor) -> Tensor:
     turns = [(latents - latents.roll(k, 1)).abs().mean((1, 3, 4, 5)) for k in range(1, g // 2 + 1)]
     if g % 2 == 0:
         turns[-1] = turns[-1] / 2  # half a turn meets every pair twice
-    return sum(turns) * 2 / (g - 1)
+    return torch.stack(turns).sum(0) * 2 / (g - 1)
 
 
 def colour_centroid(frames: Tensor, colour: Sequence[float], tolerance: float = 0.15, area: float = 1.0) -> Tensor:

@@ -69,6 +69,11 @@ SMALL_AUTOENCODER = {
 """1,017,944 parameters, 4 times smaller pictures."""
 
 
+def _on_one_device(module: nn.Module) -> nn.Module:
+    """Diffusers builds its mixing weights on the CPU even inside `with torch.device("meta")`: move them along."""
+    return module.to(next(module.parameters()).device)
+
+
 def video_unet(config: dict) -> UNetSpatioTemporalConditionModel:
     """Build the video U-Net (on the meta device inside `with torch.device("meta")`).
 
@@ -88,12 +93,12 @@ def video_unet(config: dict) -> UNetSpatioTemporalConditionModel:
             "projection_class_embeddings_input_dim must be 3 * addition_time_embed_dim (fps, motion, noise), "
             f"got {config['projection_class_embeddings_input_dim']} and {config['addition_time_embed_dim']}"
         )
-    return UNetSpatioTemporalConditionModel(**config)
+    return _on_one_device(UNetSpatioTemporalConditionModel(**config))
 
 
 def video_autoencoder(config: dict) -> AutoencoderKLTemporalDecoder:
     """Build the autoencoder from arguments of diffusers' class, such as `SVD_AUTOENCODER` or `SMALL_AUTOENCODER`."""
-    return AutoencoderKLTemporalDecoder(**config)
+    return _on_one_device(AutoencoderKLTemporalDecoder(**config))
 
 
 def check_fit(unet: UNetSpatioTemporalConditionModel, latent_channels: int, text_width: int) -> None:
@@ -162,7 +167,7 @@ def guidance_scales(frames: int, maximum: float) -> Tensor:
 
 
 def predict_velocity(
-    unet: nn.Module,
+    unet: UNetSpatioTemporalConditionModel,
     x: Tensor,
     sigma: Tensor | float,
     condition: Condition,
@@ -175,7 +180,7 @@ def predict_velocity(
     beside the image latent, and `ln(sigma) / 4` as time.
 
     Args:
-        unet: `UNetSpatioTemporalConditionModel`.
+        unet: The video U-Net.
         x: Noisy latents, `[n f c h w]`; n is a multiple of the number of contexts, the videos of one context in
             succession.
         sigma: Noise level, one number or `[n]`.
@@ -216,7 +221,7 @@ def clean_prediction(x: Tensor, v: Tensor, sigma: Tensor | float) -> Tensor:
 
 
 def predict_clean(
-    unet: nn.Module,
+    unet: UNetSpatioTemporalConditionModel,
     x: Tensor,
     sigma: Tensor | float,
     condition: Condition,
@@ -232,15 +237,20 @@ class _Seen(Exception):
 
 
 def first_step_features(
-    unet: nn.Module, start: Tensor, sigma: float, condition: Condition, blocks: Sequence[int] = (0, 1)
+    unet: UNetSpatioTemporalConditionModel,
+    start: Tensor,
+    sigma: float,
+    condition: Condition,
+    blocks: Sequence[int] = (0, 1),
 ) -> Tensor:
     """What the U-Net computes on the way up at the first denoising step: the input of the policy.
 
-    One pass without guidance, left as soon as the last wanted block has run. Coarser maps are enlarged (nearest) to the
+    One pass without guidance, left as soon as the last wanted block has run (under FSDP2 the root's own few parameters
+    therefore stay gathered until the next whole pass). Coarser maps are enlarged (nearest) to the
     size of the last one.
 
     Args:
-        unet: `UNetSpatioTemporalConditionModel`.
+        unet: The video U-Net.
         start: Standard normal noise, `[b f c h w]`.
         sigma: The sampler's largest noise level.
         condition: Of the same b contexts.
@@ -383,9 +393,10 @@ class ActionBlock(nn.Module):
         if decoder:
             self.norm_cross = nn.LayerNorm(width)
             self.cross_attention = Attention(width, heads, width // heads, dropout=attention)
-            self.film = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
-            nn.init.zeros_(self.film[1].weight)
-            nn.init.zeros_(self.film[1].bias)
+            modulation = nn.Linear(width, 6 * width)
+            nn.init.zeros_(modulation.weight)
+            nn.init.zeros_(modulation.bias)
+            self.film = nn.Sequential(nn.SiLU(), modulation)
 
     def forward(self, x: Tensor, context: Tensor | None = None, vector: Tensor | None = None) -> Tensor:
         """Apply the block, `[b t d]`, in the decoder with context `[b k d]` and vector `[b d]`."""
@@ -483,11 +494,11 @@ def _action_scales(sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
     return sigma_data**2 / total, sigma[:, None, None] * sigma_data / total.sqrt()
 
 
-def action_loss(decoder: nn.Module, actions: Tensor, context: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
+def action_loss(decoder: ActionDecoder, actions: Tensor, context: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
     """Training loss of the action head, `mean (F - (a - c_skip a_noisy) / c_out)^2`.
 
     Args:
-        decoder: `ActionDecoder`.
+        decoder: The action head.
         actions: Expert chunks, `[b t a]`, standard deviation about `sigma_data`.
         context: From `ActionEncoder`, `[b k d]`.
         sigma: `[b]`, see `action_sigmas`.
@@ -511,12 +522,12 @@ def action_sigmas(
 
 
 def sample_actions(
-    decoder: nn.Module, noise: Tensor, context: Tensor, steps: int = 10, low: float = 1e-3, high: float = 80.0
+    decoder: ActionDecoder, noise: Tensor, context: Tensor, steps: int = 10, low: float = 1e-3, high: float = 80.0
 ) -> Tensor:
     """Generate action chunks by deterministic steps on exponentially spaced noise levels, then to 0.
 
     Args:
-        decoder: `ActionDecoder`.
+        decoder: The action head.
         noise: Standard normal, `[b t a]`.
         context: From `ActionEncoder`, `[b k d]`.
         steps: Number of noise levels, at least 2.

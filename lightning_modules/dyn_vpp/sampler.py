@@ -14,6 +14,7 @@ the sigma that the rollout ended on.
 Axes: b contexts, g samples of one context (the group), f frames, c h w one frame's latent. Sigmas are Python floats.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
@@ -145,6 +146,28 @@ def hybrid_schedule(
 def start_scale(sigma_max: float) -> float:
     """Standard deviation of the initial state, `sqrt(sigma_max^2 + 1)`, for latents of unit variance."""
     return math.hypot(sigma_max, 1)
+
+
+def context_noise(contexts: Sequence[int], shape: Sequence[int], *key: int) -> Tensor:
+    """Standard normal numbers that depend on nothing but the context and the key.
+
+    However contexts are spread over batches, ranks and micro-batches, each gets the same noise: a run does not depend
+    on the number of ranks, and two networks can be compared on equal noise.
+
+    Args:
+        contexts: Number of each context: its place in the global batch, or its index in the data set.
+        shape: Shape for one context, such as `(1 + g, f, c, h, w)`: the start and one noise per sample.
+        *key: What else the numbers depend on, such as the seed and the iteration.
+
+    Returns:
+        `[len(contexts), *shape]` float32 on the CPU.
+    """
+    draws = []
+    for context in contexts:
+        digest = hashlib.blake2b(repr((*map(int, key), int(context))).encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+        draws.append(torch.randn(*shape, generator=generator))
+    return torch.stack(draws)
 
 
 def move(x: Tensor, clean: Tensor, transition: Transition) -> Tensor:

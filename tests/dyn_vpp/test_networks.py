@@ -57,6 +57,7 @@ def test_published_and_small_sizes():
         assert size(video_unet(SVD_UNET)) == 1_524_623_082
         assert size(video_autoencoder(SVD_AUTOENCODER)) == 97_742_847
         assert size(video_unet(SMALL_UNET)) == 1_308_432
+        assert all(p.is_meta for m in (video_unet(TINY), video_autoencoder(SMALL_AUTOENCODER)) for p in m.parameters())
         assert size(video_autoencoder(SMALL_AUTOENCODER)) == 1_017_944
 
 
@@ -186,6 +187,30 @@ def test_errors_name_the_numbers(unet):
         video_unet(TINY | {"in_channels": 4})
     with pytest.raises(ValueError, match="addition_time_embed_dim"):
         video_unet(TINY | {"addition_time_embed_dim": 64})
+
+
+def test_features_of_the_published_network():
+    with torch.device("meta"):
+        unet = video_unet(SVD_UNET)
+        wide = Condition(torch.empty(1, 1, 4, 32, 32), torch.empty(1, 20, 1024), torch.empty(1, 3))
+        x = torch.empty(1, 16, 4, 32, 32)
+        assert predict_clean(unet, x, 700.0, wide).shape == x.shape
+        assert first_step_features(unet, x, 700.0, wide).shape == (1, 16, 256, 2560)
+
+
+@pytest.mark.parametrize("sigma_max", [20.0, 700.0])
+def test_ratio_in_bfloat16_autocast(unet, sigma_max):
+    """Other batch sizes round differently in half precision; the sampler's maths stays in float32."""
+    b, g, f = 2, 3, 3
+    c, schedule = condition(), hybrid_schedule(karras_sigmas(3, 0.1, sigma_max))
+    start, noise = torch.randn(b, g, f, 4, 8, 8), torch.randn(1, b, g, f, 4, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        result = rollout(lambda x, s: predict_clean(unet, x, s, c), start, noise, schedule)
+        assert result.latents.dtype == torch.float32 and result.latents.isfinite().all()
+        for part in micro_batches(result.steps, torch.randn(b, g, f), 1):
+            own = c.rows(part.contexts)
+            loss = policy_loss(lambda x, s, own=own: predict_clean(unet, x, s, own), part.step, part.advantages)
+            assert loss.ratio_error < 1e-4
 
 
 def test_video_former_and_action_head_shapes():

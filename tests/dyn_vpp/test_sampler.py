@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_modules.dyn_vpp.sampler import (
     Step,
+    context_noise,
     gaussian_kl,
     hybrid_schedule,
     integrate,
@@ -144,6 +145,17 @@ def test_log_probability_is_that_of_torch():
     theirs = torch.distributions.Normal(mean, 0.7).log_prob(sample)
     torch.testing.assert_close(log_probability(sample, mean, 0.7), theirs.mean((-3, -2, -1)))
     torch.testing.assert_close(log_probability(sample, mean, 0.7, "sum"), theirs.sum((-3, -2, -1)))
+
+
+def test_noise_of_a_context_does_not_depend_on_its_batch():
+    whole = context_noise(range(6), (3, 50, 50), 1, 2)
+    assert whole.shape == (6, 3, 50, 50) and whole.dtype == torch.float32
+    torch.testing.assert_close(torch.cat([context_noise([i], (3, 50, 50), 1, 2) for i in range(6)]), whole)
+    torch.testing.assert_close(context_noise(torch.tensor([4, 1]), (3, 50, 50), 1, 2), whole[[4, 1]])
+    others = torch.cat([whole, context_noise(range(6), (3, 50, 50), 1, 3), context_noise(range(6), (3, 50, 50), 2, 2)])
+    correlation = torch.corrcoef(others.flatten(1)) - torch.eye(18)
+    assert correlation.abs().max() < 0.06  # independent: 1 / sqrt(7500) is 0.012
+    assert abs(whole.mean()) < 0.03 and abs(whole.std() - 1) < 0.03
 
 
 def test_errors_name_the_culprit():
