@@ -22,27 +22,22 @@ def long_tail_counts(largest: float, num_classes: int, rho: float) -> list[int]:
 def long_tail(labels: np.ndarray, rho: float, seed: int) -> np.ndarray:
     """Indices of a long-tailed subset, class after class.
 
-    Shuffles each class with the calls of the released code (a legacy generator), so equal seeds give equal
-    subsets.
+    Class 0 keeps `n / C` samples, or as many as make the tail fit a set that is not balanced. Classes are shuffled
+    with the calls of the released code (a legacy generator), so equal seeds give equal subsets.
 
     Args:
         labels: `(n,)`, int.
         rho: See `long_tail_counts`.
         seed: Of the shuffles.
-
-    Raises:
-        ValueError: A class has fewer samples than the long tail asks for.
     """
     num_classes = int(labels.max()) + 1
+    have = np.bincount(labels)
+    share = (1.0 / rho) ** (np.arange(num_classes) / (num_classes - 1.0))
+    largest = min(len(labels) / num_classes, (have / share).min())
     random = np.random.RandomState(seed)
     kept = []
-    for c, count in enumerate(long_tail_counts(len(labels) / num_classes, num_classes, rho)):
+    for c, count in enumerate(long_tail_counts(largest, num_classes, rho)):
         own = np.flatnonzero(labels == c)
-        if len(own) < count:
-            raise ValueError(
-                f"long tail impossible: class {c} has {len(own)} samples, {count} wanted; "
-                "raise `long_tail` or bring a balanced set"
-            )
         random.shuffle(own)
         kept.append(own[:count])
     return np.concatenate(kept)

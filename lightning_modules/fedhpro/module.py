@@ -164,8 +164,9 @@ class FedHPro(LightningModule):
             report = train_client(scratch, client, self.strategy, self.training_plan, batch.number, part)
             weights += flatten(_local_state(scratch)) * len(client.labels)
             table[slot] = torch.tensor(self._row(report))
+            self._check_sent(report)
             for name, total in sent.items():
-                total[slot if self.strategy.stacked else 0] += self._checked(name, report).double()
+                total[slot if self.strategy.stacked else 0] += report.sent[name].double()
         if self.trainer.world_size > 1 and self.device_mesh is None:
             _all_reduce([weights, table, *sent.values()])
         if not self.strategy.stacked:
@@ -196,12 +197,10 @@ class FedHPro(LightningModule):
     def _row(self, report: ClientReport) -> list[float]:
         return [report.loss, report.accuracy, *(report.figures[name] for name in self.strategy.figures)]
 
-    def _checked(self, name: str, report: ClientReport) -> Tensor:
-        declared = self.strategy.sends
-        if report.sent.keys() != declared.keys() or tuple(report.sent[name].shape) != declared[name]:
-            got = {n: tuple(t.shape) for n, t in report.sent.items()}
-            raise ValueError(f"strategy {self.hparams['strategy']} sends {got}, but declares {declared}")
-        return report.sent[name]
+    def _check_sent(self, report: ClientReport) -> None:
+        got = {name: tuple(tensor.shape) for name, tensor in report.sent.items()}
+        if got != self.strategy.sends:
+            raise ValueError(f"strategy {self.hparams['strategy']} sends {got}, but declares {self.strategy.sends}")
 
     def _step_towards(self, average: Tensor) -> None:
         """One step of the server optimiser on `(received - average)`; buffers take the average itself."""
@@ -273,6 +272,8 @@ class FedHPro(LightningModule):
 
     def _count(self, batch: Any) -> None:
         logits = self(batch.image).float()
+        if batch.label.max() >= logits.shape[1]:
+            raise ValueError(f"the data have a class {batch.label.max()}, num_classes is {logits.shape[1]}: set it")
         if self._tally is None:
             self._domain_names = batch.domain_names
             self._tally = torch.zeros(3, len(batch.domain_names), device=self.device, dtype=torch.double)

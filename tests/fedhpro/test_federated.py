@@ -1,0 +1,171 @@
+"""The federated data module."""
+
+import numpy as np
+import pytest
+import torch
+
+from datamodules import FederatedImages
+from tests.fedhpro import toys
+
+
+def ready(**options) -> FederatedImages:
+    data = toys.data(**options)
+    data.setup()
+    return data
+
+
+@pytest.fixture
+def two_sets(tmp_path):
+    """Two image sets of other sizes and channels, as files."""
+    rng = np.random.default_rng(0)
+    for name, shape in (("small", (8, 8)), ("large", (12, 12, 3))):
+        arrays = {}
+        for split, n in (("train", 90), ("test", 30)):
+            arrays[f"{split}_images"] = rng.integers(0, 256, (n, *shape), dtype=np.uint8)
+            arrays[f"{split}_labels"] = np.arange(n)[:, None] % 3
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+    return [str(tmp_path / "small.npz"), str(tmp_path / "large.npz")]
+
+
+@pytest.mark.parametrize("partition", ["dirichlet", "dirichlet_balanced", "shards", "quantity", "even"])
+def test_every_training_image_has_one_client(partition):
+    data = ready(partition=partition)
+    rows = np.concatenate(data.parts)
+    assert np.array_equal(np.sort(rows), np.arange(len(data.table.labels)))
+    assert data.counts().sum() == 180 and data.counts().shape == (4, 10)  # 200 less a tenth for validation
+
+
+def test_splits_are_disjoint():
+    data = FederatedImages()
+    data.setup()
+    digits = [{p.numpy().tobytes() for p in table.pixels} for table in data._splits.values()]
+    sizes = [len(table.labels) for table in data._splits.values()]
+    assert sum(sizes) == 1797
+    # (a few scans are equal, but equal scans in two splits would be a leak only if an index were used twice)
+    assert sum(len(d) for d in digits) >= 1790
+    assert len(set().union(*digits)) >= 1790
+
+
+def test_batches_cover_the_client_and_depend_on_seed_and_epoch_alone():
+    client = ready().client(0)
+
+    def epoch(client, number, size=7):
+        batches = list(client.batches(number, size))
+        return torch.cat([i for i, _ in batches]), torch.cat([y for _, y in batches]), [len(y) for _, y in batches]
+
+    images, labels, sizes = epoch(client, 3)
+    assert sum(sizes) == len(client) and max(sizes) - min(sizes) <= 1
+    assert torch.equal(labels.sort().values, client.labels.sort().values)
+    again, _, _ = epoch(ready().client(0), 3, size=11)  # another batch size: the same order and augmentation
+    assert torch.equal(images, again)
+    assert not torch.equal(images, epoch(client, 4)[0])
+    assert not torch.equal(images, epoch(ready(seed=1).client(0), 3)[0])
+
+
+def test_augmentation_is_off_where_it_should_be():
+    plain, client = ready(augment=[]).client(0), ready().client(0)
+    rows = client.order(2)
+    assert torch.equal(client.images(rows), plain.images(rows))
+    assert torch.equal(torch.cat([i for i, _ in plain.batches(2, 8)]), plain.images(rows))
+    shifted = torch.cat([i for i, _ in client.batches(2, 8)])
+    changed = (shifted != plain.images(rows)).flatten(1).any(1)
+    assert 0.5 < changed.float().mean() < 1
+
+
+def test_participation():
+    data = ready(participation=0.5)
+    chosen = [tuple(c.id for c in data.round(r).clients) for r in range(20)]
+    assert all(len(c) == 2 and c == tuple(sorted(c)) for c in chosen)
+    assert len(set(chosen)) > 2 and {k for c in chosen for k in c} == {0, 1, 2, 3}
+    assert chosen == [tuple(c.id for c in ready(participation=0.5).round(r).clients) for r in range(20)]
+
+
+def test_domains(two_sets):
+    options = {"sources": two_sets, "partition": "domain", "train_size": None, "test_size": None, "image_size": 8}
+    data = ready(**options, channels=1)
+    assert data.domains == ["small", "large"] and data.table.pixels.shape == (162, 1, 8, 8)
+    held = [set(data.table.domains[part].tolist()) for part in data.parts]
+    assert held == [{0}, {0}, {1}, {1}]
+    batch = next(iter(data.test_dataloader()))
+    assert batch.image.shape == (60, 1, 8, 8) and batch.domain.bincount().tolist() == [30, 30]
+    uneven = ready(**options, channels=3, clients_per_domain=[1, 3])
+    assert uneven.table.pixels.shape[1] == 3
+    assert [set(uneven.table.domains[part].tolist()) for part in uneven.parts] == [{0}, {1}, {1}, {1}]
+
+
+def test_long_tail_leaves_evaluation_balanced():
+    data = ready(train_size=None, long_tail=10, partition="even")
+    counts = data.counts().sum(0)
+    assert counts[0] > 8 * counts[9] and (np.diff(counts) < 0).all()
+    assert np.ptp(np.bincount(data._splits["val"].labels.numpy())) <= 2
+
+
+def test_folder_of_images_and_prediction(tmp_path):
+    from torchvision.io import write_png
+
+    for number, name in enumerate(("cat", "dog")):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for i in range(10):
+            pixels = torch.full((3, 16, 20), 40 + 120 * number + i, dtype=torch.uint8)
+            write_png(pixels, str(tmp_path / "pets" / name / f"{i}.png"))
+    folder = str(tmp_path / "pets")
+    options = {"sources": [folder], "clients": 2, "partition": "even", "train_size": None, "test_size": None}
+    data = ready(**options, image_size=8, predict_folder=folder)
+    assert data.classes == ["cat", "dog"] and data.domains == ["pets"]
+    assert data.counts().sum() + len(data._splits["val"].labels) == 16
+    batch = next(iter(data.predict_dataloader()))
+    assert batch.image.shape == (20, 3, 8, 8) and batch.label.eq(-1).all() and batch.name[0].endswith("cat/0.png")
+    with pytest.raises(ValueError, match="set image_size"):
+        ready(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clients": 0}, "at least one"),
+        ({"participation": 0.1}, "participation 0.1 of 4 clients selects nobody"),
+        ({"participation": 0.0}, "selects nobody"),
+        ({"participation": 1.5}, "selects nobody: choose between 0.25 and 1"),
+        ({"val_fraction": 0.0}, "val_fraction"),
+        ({"long_tail": 0.5}, "below 1"),
+        ({"augment": ["rotate"]}, "rotate"),
+        ({"clients": 500}, "180 images cannot be dealt to 500 clients"),
+        ({"clients": 60, "alpha": 0.01}, "of 60 clients without images .*raise alpha"),
+        ({"images_per_client": 1}, "is held by no client"),
+        ({"train_size": 5000}, "train_size 5000 is more than the 1437 images of digits"),
+        ({"partition": "domain"}, "partition domain cannot deal 1 sources"),
+        ({"mean": [0.1, 0.2]}, "1 channels"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        ready(**options)
+
+
+def test_missing_source():
+    with pytest.raises(FileNotFoundError, match=r"'nowhere\.npz' is neither a file"):
+        FederatedImages(sources=["nowhere.npz"])
+
+
+def test_domains_that_do_not_fit(two_sets, tmp_path):
+    with pytest.raises(ValueError, match="set image_size and channels"):
+        ready(sources=two_sets, train_size=None, test_size=None)
+    with pytest.raises(ValueError, match="share their classes"):
+        ready(sources=["digits", two_sets[0]], train_size=None, test_size=None)
+    with pytest.raises(ValueError, match=r"clients_per_domain \[4\]"):
+        options = {"sources": two_sets, "train_size": None, "test_size": None, "image_size": 8, "channels": 1}
+        ready(**options, partition="domain", clients_per_domain=[4])
+
+
+def test_empty_clients_take_no_part():
+    data = ready(clients=30, alpha=0.05, allow_empty=True)
+    empty = {k for k, part in enumerate(data.parts) if len(part) == 0}
+    assert empty and not empty & {c.id for c in data.round(0).clients}
+    assert len(data.round(0).clients) == 30 - len(empty)
+
+
+def test_resume_with_another_federation_is_refused():
+    state = ready().state_dict()
+    with pytest.raises(ValueError, match="4 clients, the data have 5"):
+        ready(clients=5).load_state_dict(state)
+    ready(seed=3).load_state_dict(state)

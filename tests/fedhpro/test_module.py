@@ -1,0 +1,175 @@
+"""The round loop: equalities, resumption, what is logged and refused."""
+
+import json
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_modules import FedHPro
+from lightning_modules.fedhpro.averaging import weighted_average
+from lightning_modules.fedhpro.clients import train_client
+from lightning_modules.fedhpro.strategies import FedAvg
+from tests.fedhpro import toys
+
+
+def fit(rounds=2, data=None, model=None, **options):
+    model = model or toys.module(**options)
+    trainer = toys.trainer(rounds)
+    trainer.fit(model, data or toys.data())
+    return model, trainer
+
+
+def test_a_round_is_the_weighted_average_of_the_clients():
+    model, trainer = fit(rounds=1, strategy="FedAvg")
+    assert trainer.global_step == 1
+    start, data = toys.module("FedAvg"), toys.data()
+    data.setup()
+    states = []
+    for client in data.round(0).clients:
+        local = toys.module("FedAvg").network
+        train_client(local, client, start.strategy, start.training_plan, 0)
+        states.append(local.state_dict())
+    average = weighted_average(states, [len(p) for p in data.parts])
+    for name, value in model.network.state_dict().items():
+        torch.testing.assert_close(value, average[name], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "args"),
+    [
+        ("FedProx", {"mu": 0.0}),
+        ("Moon", {"mu": 0.0}),
+        ("HyperPrototypes", {"contrastive_weight": 0.0, "alignment_weight": 0.0}),
+    ],
+)
+def test_zero_weights_equal_fedavg_exactly(strategy, args):
+    plain, _ = fit(strategy="FedAvg")
+    ours, _ = fit(strategy=strategy, strategy_args=args)
+    assert torch.equal(toys.weights(plain), toys.weights(ours))
+    learned, _ = fit(strategy=strategy)
+    assert not torch.equal(toys.weights(plain), toys.weights(learned))
+
+
+@pytest.mark.parametrize("strategy", ["HyperPrototypes", "Moon", "FPL", "FedTGP"])
+def test_resume_is_bit_for_bit(strategy, tmp_path):
+    options = {"participation": 0.75}
+    whole, _ = fit(4, toys.data(**options), strategy=strategy)
+    first = toys.trainer(2, tmp_path)
+    first.fit(toys.module(strategy), toys.data(**options))
+    path = tmp_path / "half.ckpt"
+    first.save_checkpoint(path)
+    torch.load(path, weights_only=True)
+    second = toys.module(strategy)
+    toys.trainer(4).fit(second, toys.data(**options), ckpt_path=path, weights_only=True)
+    assert second.strategy.state_dict().keys() == whole.strategy.state_dict().keys()
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name]), name
+
+
+def test_resume_from_a_checkpoint_of_the_step(tmp_path):
+    """A checkpoint that a step count triggers lies before the end of its epoch; no round may be lost or repeated."""
+    whole, _ = fit(3)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    toys.trainer(3, tmp_path, callbacks=[saver]).fit(toys.module(), toys.data())
+    second = toys.module()
+    trainer = toys.trainer(3)
+    trainer.fit(second, toys.data(), ckpt_path=tmp_path / "step=2.ckpt")
+    assert trainer.global_step == 3
+    assert torch.equal(toys.weights(whole), toys.weights(second))
+
+
+def test_server_momentum_is_resumed(tmp_path):
+    options = {"server_optimizer": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)}
+    whole, _ = fit(3, **options)
+    first = toys.trainer(1, tmp_path)
+    first.fit(toys.module(**options), toys.data())
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    second = toys.module(**options)
+    toys.trainer(3).fit(second, toys.data(), ckpt_path=tmp_path / "one.ckpt")
+    assert torch.equal(toys.weights(whole), toys.weights(second))
+
+
+def test_log_names_and_traffic():
+    model, trainer = fit(1)
+    rows = {k: float(v) for k, v in trainer.logged_metrics.items()}
+    parameters = sum(p.numel() for p in model.network.parameters())
+    assert rows["train/bytes_down_per_client"] == 4 * (parameters + 10 * 5 * 16)
+    assert rows["train/bytes_up_per_client"] == 4 * (parameters + 10 * 16 + 10)
+    assert rows["train/bytes_down"] == 4 * rows["train/bytes_down_per_client"] and rows["train/clients"] == 4
+    assert rows["train/matching_loss_after"] <= rows["train/matching_loss_before"]
+    assert 0 < rows["train/hyper_prototype_move"] < 1 and rows["train/margin"] > 0
+    assert {"train/loss", "train/accuracy", "train/accuracy_client_3", "val/loss", "val/accuracy"} <= rows.keys()
+    assert 0 <= rows["train/accuracy_client_3"] <= 1
+
+
+def test_batchnorm_statistics_are_averaged():
+    model = toys.module("FedAvg", network="ResNet10", network_args={"in_channels": 1, "width": 4})
+    fit(1, toys.data(train_size=100), model)
+    assert model.network.bn1.running_mean.abs().sum() > 0
+    assert not model.network.bn1.running_var.eq(1).any()
+
+
+def test_learns_and_predicts(tmp_path):
+    optimizer = {"lr": None, "local_optimizer": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)}
+    args = {"tau": 0.2, "margin_normalize": True}
+    model, trainer = fit(6, toys.data(train_size=600), strategy_args=args, local_epochs=2, **optimizer)
+    result = trainer.test(model, toys.data(), verbose=False)[0]
+    assert result["test/accuracy"] > 0.6
+    batches = trainer.predict(model, toys.data())
+    rows = batches[0]
+    assert rows["probability"].shape == (60, 10) and torch.equal(rows["label"], rows["probability"].argmax(1))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = FedHPro.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert torch.equal(toys.weights(loaded), toys.weights(model))
+    images = torch.randn(3, 1, 8, 8)
+    assert torch.equal(loaded.eval()(images), model.eval()(images))
+
+
+def test_domains_are_logged_apart(tmp_path):
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    paths = []
+    for name in ("dark", "light"):
+        images, labels = rng.integers(0, 256, (60, 8, 8), dtype=np.uint8), np.arange(60) % 10
+        arrays = {f"{s}_{k}": v for s in ("train", "test") for k, v in (("images", images), ("labels", labels))}
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+        paths.append(str(tmp_path / f"{name}.npz"))
+    data = toys.data(sources=paths, partition="domain", train_size=None, test_size=None, val_fraction=0.3)
+    _, trainer = fit(1, data)
+    rows = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    mean = (rows["val/accuracy_dark"] + rows["val/accuracy_light"]) / 2
+    assert rows["val/accuracy_domain_mean"] == pytest.approx(mean)
+
+
+class Wrong(FedAvg):
+    def after(self, network, client, state):
+        return {"surprise": torch.zeros(2)}
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ValueError, match="not both"):
+        FedHPro(lr=0.1, local_optimizer=torch.optim.Adam)
+    with pytest.raises(ValueError, match="the data have a class 9, num_classes is 7"):
+        fit(1, num_classes=7)
+    with pytest.raises(ValueError, match="the data have 10 classes, num_classes is 11"):
+        fit(1, num_classes=11)
+    with pytest.raises(ValueError, match="surprise"):
+        fit(1, strategy="tests.fedhpro.test_module.Wrong")
+    first = toys.trainer(1, tmp_path)
+    first.fit(toys.module("FedAvg"), toys.data())
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    for model, data, message in (
+        (toys.module("FedAvg"), toys.data(clients=5), "4 clients, the data have 5"),
+        (toys.module("FedAvg", num_classes=7), toys.data(), "num_classes 10, this run 7"),
+        (toys.module("FedProx"), toys.data(), "strategy FedAvg, this run FedProx"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            toys.trainer(2).fit(model, data, ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_hyper_parameters_are_plain(tmp_path):
+    model = toys.module(local_optimizer=lambda p: torch.optim.SGD(p, lr=0.1), lr=None)
+    json.dumps(dict(model.hparams))
+    assert "local_optimizer" not in model.hparams

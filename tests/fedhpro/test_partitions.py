@@ -1,0 +1,82 @@
+"""Partitions: every index once, and what each promises about its parts."""
+
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datamodules.partitions import (
+    by_domain,
+    dirichlet,
+    dirichlet_balanced,
+    even,
+    long_tail,
+    long_tail_counts,
+    quantity,
+    shards,
+)
+
+LABELS = np.random.default_rng(0).integers(0, 7, 600)
+MAKERS = {
+    "dirichlet": lambda k, seed: dirichlet(LABELS, k, 0.3, seed),
+    "dirichlet_balanced": lambda k, seed: dirichlet_balanced(LABELS, k, 0.5, seed),
+    "shards": lambda k, seed: shards(LABELS, k, 2, seed),
+    "quantity": lambda k, seed: quantity(len(LABELS), k, 0.5, seed),
+    "even": lambda k, seed: even(len(LABELS), k, seed),
+    "domain": lambda k, seed: by_domain(LABELS, [k // 7 + (d < k % 7) for d in range(7)], seed),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@given(clients=st.integers(7, 33), seed=st.integers(0, 10**6))
+@settings(max_examples=15, deadline=None)
+def test_every_index_once_and_reproducible(kind, clients, seed):
+    parts = MAKERS[kind](clients, seed)
+    assert len(parts) == clients
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(LABELS)))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, MAKERS[kind](clients, seed), strict=True))
+    sizes = [len(p) for p in parts]
+    if kind in ("dirichlet_balanced", "even"):
+        assert max(sizes) - min(sizes) <= 1
+    if kind == "shards":
+        assert max(len(np.unique(LABELS[p])) for p in parts) <= 2 * 2  # a piece may span two classes
+    if kind == "domain":
+        assert all(len(np.unique(LABELS[p])) == 1 for p in parts)
+
+
+def test_seeds_differ():
+    assert not np.array_equal(dirichlet(LABELS, 7, 0.5, 0)[0], dirichlet(LABELS, 7, 0.5, 1)[0])
+
+
+def test_small_alpha_is_more_skewed():
+    def classes_held(alpha):
+        return np.mean([len(np.unique(LABELS[p])) for p in dirichlet(LABELS, 10, alpha, 0)])
+
+    assert classes_held(0.05) < classes_held(0.5) < classes_held(100)
+
+
+def test_long_tail_of_cifar10():
+    counts = long_tail_counts(5000, 10, 100)
+    assert counts == [5000, 2997, 1796, 1077, 645, 387, 232, 139, 83, 50] and sum(counts) == 12_406
+
+
+def test_long_tail_keeps_those_counts():
+    labels = np.repeat(np.arange(5), 40)
+    kept = long_tail(labels, 10, seed=3)
+    assert np.bincount(labels[kept]).tolist() == long_tail_counts(40, 5, 10)
+    assert len(np.unique(kept)) == len(kept)
+
+
+def test_long_tail_of_an_unbalanced_set_fits():
+    labels = np.repeat([0, 1, 2], [4, 10, 10])
+    assert np.bincount(labels[long_tail(labels, 4, 0)]).tolist() == [4, 2, 1]
+
+
+def test_impossible_partitions_say_so():
+    with pytest.raises(ValueError, match="use fewer clients"):
+        dirichlet_balanced(np.zeros(3, dtype=int), 4, 0.5, 0)
+    with pytest.raises(ValueError, match="raise alpha"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dirichlet_balanced(np.zeros(100, dtype=int), 10, 0.001, 0)

@@ -1,0 +1,32 @@
+"""A small federation of digits, and runs on it."""
+
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+from datamodules import FederatedImages
+from lightning_modules import FedHPro
+
+
+def data(**options) -> FederatedImages:
+    return FederatedImages(**{"clients": 4, "train_size": 200, "test_size": 60, "augment": ["crop"], **options})
+
+
+def module(strategy="HyperPrototypes", strategy_args=None, **options) -> FedHPro:
+    seed_everything(0, verbose=False)
+    tiny = {"in_channels": 1, "width": 4, "dim": 16}
+    defaults = {"network": "SmallCNN", "network_args": tiny, "local_epochs": 1, "local_batch_size": 16, "lr": 0.05}
+    made = FedHPro(strategy, strategy_args, **{**defaults, **options})
+    made.configure_model()
+    return made
+
+
+def trainer(rounds: int, folder: Path | None = None, **options) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    quiet |= {"enable_checkpointing": folder is not None, "default_root_dir": folder, "log_every_n_steps": 1}
+    return Trainer(max_epochs=rounds, **{**quiet, **options})
+
+
+def weights(model: FedHPro) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.network.parameters()])
