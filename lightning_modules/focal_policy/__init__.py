@@ -7,7 +7,7 @@ _HOME = {
     "FocalPolicy": "module",
     "PolicyConfig": "policy",
     "PolicyNetwork": "policy",
-    "RolloutPolicy": "policy",
+    "RolloutPolicy": "rollout",
     "consistency_objective": "losses",
     "flow_times": "sampler",
     "foresight_composite_objective": "losses",

@@ -1,0 +1,141 @@
+"""A trained policy that a robot loop or a Gymnasium loop can call, and its files. Needs no Lightning."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lightning_modules.hub import read_config
+
+from .policy import PolicyConfig, PolicyNetwork
+
+FORMAT = 1
+
+
+class RolloutPolicy:
+    """A trained policy for a control loop: keeps the observation history, plans, hands out one action a call.
+
+    ```python
+    policy = RolloutPolicy.from_pretrained("runs/.../policy")
+    policy.reset()
+    action = policy.act({"state": state})   # every control step
+    ```
+
+    Args:
+        network: With its normaliser fitted.
+        seed: Of the noise that windows start from.
+        device: Where the network runs.
+
+    Raises:
+        ValueError: If the normaliser has not been fitted.
+    """
+
+    def __init__(self, network: PolicyNetwork, seed: int = 0, device: str | torch.device = "cpu"):
+        if not network.normalizer.fitted:
+            raise ValueError("the policy's normaliser is not fitted: load a trained checkpoint, or fit one first")
+        self.network = network.to(device).eval()
+        self.config = network.config
+        self.device = torch.device(device)
+        self._generator = torch.Generator().manual_seed(seed)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the history and the planned actions: a new episode begins."""
+        self._history: list[dict[str, Tensor]] = []
+        self._queue: list[np.ndarray] = []
+        self.window: np.ndarray | None = None
+        """The last planned window `(l, d)`, or `(b, l, d)` for a batch."""
+
+    def act(self, observation: Mapping[str, np.ndarray | Tensor]) -> np.ndarray:
+        """The action of this control step; a new window is planned every `action_steps` calls.
+
+        Args:
+            observation: `state` `(state_dim,)`, `point_cloud` `(n, channels)` floats, `image` `(h, w, 3)` uint8, as
+                the policy needs. All may have the same leading batch axis, for several robots in step.
+
+        Returns:
+            Action `(d,)`, or `(b, d)` for a batch, in its own units, float32, not clipped.
+
+        Raises:
+            ValueError: If a kind of observation is missing or has another size.
+        """
+        frame, batched = self._frame(observation)
+        self._history = [*(self._history or [frame] * self.config.history), frame][-self.config.history :]
+        if not self._queue:
+            stacked = {name: torch.stack([f[name] for f in self._history], dim=1) for name in frame}
+            shape = (len(next(iter(frame.values()))), self.config.horizon, self.config.action_dim)
+            noise = torch.randn(shape, generator=self._generator)
+            windows = self.plan(stacked, noise).cpu().numpy()
+            self.window = windows if batched else windows[0]
+            executed = windows[:, self.config.executed]
+            self._queue = list(executed.swapaxes(0, 1))
+        action = self._queue.pop(0)
+        return action if batched else action[0]
+
+    @torch.inference_mode()
+    def plan(self, observation: Mapping[str, Tensor], noise: Tensor) -> Tensor:
+        """Windows `(b, l, d)` from stacked observations `(b, history, ...)` and standard normal noise `(b, l, d)`."""
+        on_device = {name: x.to(self.device) for name, x in observation.items()}
+        return self.network(on_device, noise.to(self.device))
+
+    def _frame(self, observation: Mapping[str, np.ndarray | Tensor]) -> tuple[dict[str, Tensor], bool]:
+        """The observation as a batch of tensors, and whether it came as one."""
+        c = self.config
+        wanted = {"state": (c.state_dim, 1), "point_cloud": (c.point_channels, 2), "image": (3 * bool(c.image_crop), 3)}
+        frame, batched = {}, False
+        for name, (size, dims) in wanted.items():
+            if not size:
+                continue
+            if name not in observation:
+                raise ValueError(f"the observation has no {name}; the policy needs it")
+            x = torch.as_tensor(np.asarray(observation[name]))
+            if x.shape[-1] != size:
+                raise ValueError(f"{name} has {x.shape[-1]} numbers, the policy was trained on {size}")
+            batched = x.ndim > dims
+            x = x if batched else x[None]
+            frame[name] = x if name == "image" else x.float()
+        return frame, batched
+
+    # -------------------------------------------------------------------------------------------- files
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `config.json` and `model.safetensors` (weights and normaliser) into a folder."""
+        save_pretrained(self.network, folder)
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, seed: int = 0, device: str | torch.device = "cpu") -> "RolloutPolicy":
+        """Read what `save_pretrained` wrote, from a folder or a repository of the Hugging Face hub.
+
+        Raises:
+            FileNotFoundError: If there is no such folder and it cannot be downloaded.
+            ValueError: If the files are of another class or a newer version.
+        """
+        return cls(load_pretrained(source), seed, device)
+
+
+def save_pretrained(network: PolicyNetwork, folder: str | Path) -> None:
+    """Write a policy as `config.json` and `model.safetensors`."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"format": FORMAT, "class": "FocalPolicy", **asdict(network.config)}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in network.state_dict().items()}
+    save_file({name: x.detach().cpu().contiguous() for name, x in whole.items()}, folder / "model.safetensors")
+
+
+def load_pretrained(source: str | Path) -> PolicyNetwork:
+    """Read a policy from a folder, or from a repository of the Hugging Face hub.
+
+    Raises:
+        FileNotFoundError: If there is no such folder and it cannot be downloaded.
+        ValueError: If the files are of another class or a newer version.
+    """
+    folder, config = read_config(source, "FocalPolicy", FORMAT)
+    network = PolicyNetwork(PolicyConfig(**config | {"widths": tuple(config["widths"])}))
+    network.load_state_dict(load_file(folder / "model.safetensors"))
+    return network

@@ -1,0 +1,169 @@
+import numpy as np
+import pytest
+
+from datamodules import metaworld
+from datamodules.metaworld import Episode, Observation, Rays, Simulators, collect, demonstrate, farthest_points
+
+STATE = Observation(state="robot")
+
+
+def test_farthest_points_by_brute_force():
+    rng = np.random.default_rng(0)
+    clouds = [rng.normal(size=(n, 3)) for n in (40, 25, 12, 3)]
+    picked = farthest_points(clouds, 12)
+    assert picked.shape == (4, 12, 3) and picked.dtype == np.float32
+    for cloud, found in zip(clouds, picked, strict=True):
+        expected = [cloud[0]]
+        for _ in range(min(12, len(cloud)) - 1):
+            distance = np.linalg.norm(cloud[:, None] - np.array(expected)[None], axis=2).min(1)
+            expected.append(cloud[distance.argmax()])
+        expected += [cloud[0]] * (12 - len(expected))
+        np.testing.assert_allclose(found, np.array(expected), atol=1e-6)
+
+
+SCENE = """
+<mujoco>
+  <worldbody>
+    <camera name="eye" pos="0 0 3" fovy="60"/>
+    <geom type="plane" size="5 5 1" rgba="0 0 1 1"/>
+    <geom type="sphere" size="0.5" pos="0 0 1" rgba="1 0 0 1"/>
+    <geom type="box" size="5 5 0.1" pos="0 0 2" rgba="1 1 1 0"/>
+    <geom type="box" size="5 5 0.1" pos="0 0 2" group="3"/>
+    <site name="goal" type="sphere" size="0.2" pos="0.8 0 1" rgba="0 1 0 1"/>
+  </worldbody>
+</mujoco>
+"""
+
+
+@pytest.fixture(scope="module")
+def scene():
+    import mujoco
+
+    model = mujoco.MjModel.from_xml_string(SCENE)
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    return model, data
+
+
+def test_rays_hit_what_is_drawn(scene):
+    """A plane, a sphere and a goal seen from above; the invisible boxes are passed through."""
+    rays = Rays(*scene, "eye", (0, 0, 3), 41)
+    points, geometry = rays.cast()
+    on_sphere, on_site, on_plane = geometry == 1, geometry == scene[0].ngeom, geometry == 0
+    assert on_sphere.any() and on_site.any() and on_plane.any()
+    assert (on_sphere | on_site | on_plane).all()
+    np.testing.assert_allclose(np.linalg.norm(points[on_sphere] - [0, 0, 1], axis=1), 0.5, atol=1e-9)
+    np.testing.assert_allclose(np.linalg.norm(points[on_site] - [0.8, 0, 1], axis=1), 0.2, atol=1e-9)
+    np.testing.assert_allclose(points[on_plane][:, 2], 0, atol=1e-9)
+    # The middle ray runs down the axis; the outermost pixel centre is half a pixel inside the field of view.
+    np.testing.assert_allclose(points.reshape(41, 41, 3)[20, 20], [0, 0, 1.5], atol=1e-9)
+    edge = 3 * np.tan(np.radians(30)) * 40 / 41
+    np.testing.assert_allclose(points.reshape(41, 41, 3)[0, 0], [-edge, edge, 0], atol=1e-9)
+
+
+def test_rays_for_a_box_give_the_same_cloud_with_fewer_rays(scene):
+    box = ((-0.4, -0.4, 0.2), (0.4, 0.4, 2.0))
+    few, all_ = Rays(*scene, "eye", (0, 0, 3), 41, box), Rays(*scene, "eye", (0, 0, 3), 41)
+    assert len(few.directions) < len(all_.directions)
+    points, _ = all_.cast()
+    inside = ((points > box[0]) & (points < box[1])).all(1)
+    np.testing.assert_allclose(few.cloud(), points[inside], atol=1e-6)
+    with pytest.raises(ValueError, match="nothing is seen"):
+        Rays(*scene, "eye", (0, 0, 3), 41, ((3, 3, 2.5), (4, 4, 2.9))).cloud()
+
+
+def test_picture_shows_the_colours(scene):
+    picture = Rays(*scene, "eye", (0, 0, 3), 41).picture()
+    assert picture.shape == (41, 41, 3) and picture.dtype == np.uint8
+    assert picture[20, 20].argmax() == 0 and picture[2, 2].argmax() == 2
+
+
+def test_an_episode_is_a_function_of_its_seed():
+    first = demonstrate("door-open-v3", STATE, 5, tail=5)
+    demonstrate("door-open-v3", STATE, 6, tail=5)
+    again = demonstrate("door-open-v3", STATE, 5, tail=5)
+    np.testing.assert_array_equal(first.action, again.action)
+    np.testing.assert_array_equal(first.observation["state"], again.observation["state"])
+    assert np.abs(first.action).max() <= 1
+    seeds = {metaworld.episode_seed("reach-v3", 0, i, p) for i in range(50) for p in ("train", "val", "test")}
+    assert len(seeds) == 150
+
+
+def test_points_show_hand_and_goal_inside_the_crop():
+    spec = Observation(state="robot", points=256, rays=64)
+    episode = demonstrate("reach-v3", spec, 3, max_steps=60, tail=0, min_success=1)
+    cloud, state = episode.observation["point_cloud"], episode.observation["state"]
+    assert cloud.shape == (len(episode.action), 256, 3) and state.shape[1] == 9
+    low, high = np.array(spec.crop)
+    assert ((cloud >= low) & (cloud <= high)).all()
+    nearest = np.linalg.norm(cloud - state[:, None, :3], axis=2).min(1)
+    assert nearest.max() < 0.08
+    goal = episode.layout[3:]  # in reach-v3 the layout is object and goal
+    assert np.linalg.norm(cloud[0] - goal, axis=1).min() < 0.03
+
+
+def test_failed_episodes_are_drawn_again_and_hopeless_tasks_say_so(tmp_path, monkeypatch):
+    seen = []
+
+    def fake(task, spec, seed, max_steps, tail):
+        seen.append(seed)
+        if len(seen) % 2:
+            return None
+        return Episode({"state": np.full((3, 1), seed, np.float32)}, np.zeros((3, 4), np.float32), np.zeros(2))
+
+    monkeypatch.setattr(metaworld, "demonstrate", fake)
+    path = collect("reach-v3", 4, STATE, tmp_path, processes=1)
+    with np.load(path) as file:
+        assert file["length"].tolist() == [3] * 4 and file["action"].shape == (12, 4)
+    assert len(set(seen)) == len(seen) > 4
+    assert collect("reach-v3", 4, STATE, tmp_path, processes=1) == path
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]  # nothing half-made is left
+    assert collect("reach-v3", 5, STATE, tmp_path, processes=1) != path
+    monkeypatch.setattr(metaworld, "demonstrate", lambda *args: None)
+    with pytest.raises(ValueError, match="solved 0 of 20"):
+        collect("reach-v3", 2, STATE, tmp_path, processes=1)
+
+
+def test_unknown_tasks_say_so():
+    with pytest.raises(ValueError, match="did you mean door-open-v3"):
+        metaworld.check_tasks(["door-opne-v3"])
+
+
+def test_an_oracle_replays_the_demonstration_through_the_executed_slice():
+    """Windows as a policy would predict them, executed chunk by chunk, are the demonstration."""
+    history, horizon, steps = 2, 12, 4
+    seed = 5
+    episode = demonstrate("door-open-v3", STATE, seed)
+    length = len(episode.action)
+    simulators = Simulators("door-open-v3", STATE, history, processes=1)
+    step, layout = simulators.reset([seed])
+    np.testing.assert_array_equal(layout[0], episode.layout)
+    for k in range(0, length, steps):  # k is the newest observed step of a window that starts at k - 1
+        np.testing.assert_array_equal(step.observation["state"][0, -1], episode.observation["state"][k])
+        np.testing.assert_array_equal(step.observation["state"][0, 0], episode.observation["state"][max(k - 1, 0)])
+        frames = np.clip(np.arange(k - history + 1, k - history + 1 + horizon), 0, length - 1)
+        window = episode.action[frames]
+        step = simulators.step(window[None, history - 1 : history - 1 + steps])
+        if step.solved[0]:
+            break
+    simulators.close()
+    assert step.solved[0]
+    assert step.steps[0] < length
+
+
+@pytest.mark.long
+def test_processes_do_not_change_anything(tmp_path):
+    paths = [collect("reach-v3", 3, STATE, tmp_path / str(n), tail=5, processes=n) for n in (1, 2)]
+    a, b = (np.load(p) for p in paths)
+    for name in a.files:
+        np.testing.assert_array_equal(a[name], b[name])
+    seeds, actions = [1, 2, 3], np.full((3, 4, 4), 0.5, np.float32)
+    results = []
+    for n in (1, 2):
+        simulators = Simulators("reach-v3", STATE, 2, processes=n)
+        simulators.reset(seeds)
+        results.append(simulators.step(actions, picture=16, every=2))
+        simulators.close()
+    np.testing.assert_array_equal(results[0].hand, results[1].hand)
+    np.testing.assert_array_equal(results[0].observation["state"], results[1].observation["state"])
+    assert results[0].frames.shape == results[1].frames.shape == (2, 16, 16, 3)
