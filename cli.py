@@ -85,7 +85,7 @@ def concise(message: str) -> str:
 
 def run(args: list[str]) -> None:
     """`fit`, `validate`, `test` and `predict`."""
-    from configs import find
+    from configs import checked, find
 
     commands = ("fit", "validate", "test", "predict")
     if args[0] not in commands:
@@ -99,9 +99,9 @@ def run(args: list[str]) -> None:
         option, _, value = arg.partition("=")
         if option in ("-c", "--config"):
             if value:
-                args[i] = f"{option}={find(value)}"
+                args[i] = f"{option}={checked(find(value))}"
             elif i + 1 < len(args):
-                args[i + 1] = str(find(args[i + 1]))
+                args[i + 1] = str(checked(find(args[i + 1])))
     front_door()(args)
 
 

@@ -31,6 +31,21 @@ def find(name: str) -> Path:
     raise FileNotFoundError(f"no config file and no shipped config is called {name!r}: {hint}")
 
 
+def checked(path: Path) -> Path:
+    """The path, if the file is YAML.
+
+    Raises:
+        ValueError: naming the file and the place in it.
+    """
+    import yaml
+
+    try:
+        yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no valid YAML: {error}") from None
+    return path
+
+
 def description(name: str) -> str:
     """The one-line comment at the top of a shipped config."""
     with (ROOT / f"{name}.yaml").open() as file:

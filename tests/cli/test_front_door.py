@@ -1,0 +1,109 @@
+"""The commands as a user types them."""
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import cli
+import configs
+from tests.helpers import newest_run, run, weights
+
+ROOT = Path(__file__).parents[2]
+QUICK = ["--trainer.max_epochs", "1", "--trainer.limit_train_batches", "3", "--trainer.num_sanity_val_steps", "0"]
+FIT = ["fit", "-c", "ann_snn/digits_source", *QUICK, "--trainer.log_every_n_steps", "1"]
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_first_screens_come_before_torch(option):
+    code = f"import sys, cli; cli.main([{option!r}]); sys.exit('torch' in sys.modules)"
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fulgurite" in done.stdout
+    assert time.perf_counter() - start < 5  # usually 0.1 s; torch alone takes several
+
+
+def test_configs_are_listed_with_what_they_do(capsys):
+    cli.main(["configs"])
+    listed = capsys.readouterr().out
+    for name in configs.names():
+        assert name in listed
+        assert len(configs.description(name)) > 20, f"{name}: its first line should say what it does"
+        assert configs.find(name) == configs.find(f"configs/{name}.yaml")
+
+
+@pytest.mark.parametrize("name", configs.names())
+def test_every_config_parses(name, capsys):
+    base = [] if name.split("/")[0] not in configs.OVERLAYS else ["-c", "ann_snn/digits"]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["fit", *base, "-c", name, "--print_config"])
+    assert stopped.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]
+
+
+def test_fit_test_and_predict_share_a_run_folder(tmp_path, capsys):
+    folder = run(FIT, tmp_path)
+    assert folder.parts[-3:-1] == ("ann_snn", "digits_source")
+    assert {p.name for p in folder.iterdir()} == {"config.yaml", "metrics.csv", "checkpoints"}
+    assert {p.name for p in (folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    saved = (folder / "config.yaml").read_text()
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sum(bool(row["train/loss"]) for row in rows) == 3
+
+    config, last = str(folder / "config.yaml"), str(folder / "checkpoints" / "last.ckpt")
+    quiet = ["--trainer.enable_progress_bar", "false"]
+    cli.main(["test", "-c", config, "--ckpt_path", last, *quiet])
+    assert set(json.loads((folder / "test_metrics.json").read_text())) == {"test/accuracy", "test/loss"}
+    cli.main(["predict", "-c", config, "--ckpt_path", last, *quiet])
+    with (folder / "predictions.csv").open() as file:
+        predictions = list(csv.DictReader(file))
+    assert [row["name"] for row in predictions] == [str(i) for i in range(360)]
+    assert sum(float(predictions[0][f"probability_{k}"]) for k in range(10)) == pytest.approx(1, abs=1e-4)
+    assert (folder / "config.yaml").read_text() == saved
+    with (folder / "metrics.csv").open() as file:
+        assert sum(bool(row["train/loss"]) for row in csv.DictReader(file)) == 3  # kept by the test
+    assert newest_run(tmp_path) == folder  # no other folder was made
+
+
+def test_the_printed_command_runs(tmp_path, caplog):
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        run(FIT, tmp_path)
+    command = next(m for m in caplog.messages if "fulgurite test" in m).split("fulgurite ")[1].split()
+    cli.main([*command, "--trainer.enable_progress_bar", "false"])
+    assert (newest_run(tmp_path) / "test_metrics.json").is_file()
+
+
+def test_flags_beat_the_checkpoint_which_beats_defaults(tmp_path):
+    folder = run([*FIT, "--model.label_smoothing", "0.25", "--model.optimizer.lr", "0.004"], tmp_path)
+    last = folder / "checkpoints" / "last.ckpt"
+    hparams = torch.load(last, weights_only=True)["hyper_parameters"]
+    assert hparams["label_smoothing"] == 0.25
+
+    more = [*FIT, "--trainer.max_epochs", "2", "--ckpt_path", str(last)]
+    run([*more, "--model.optimizer.lr", "0.5"], tmp_path)
+    content = torch.load(last, weights_only=True)
+    assert content["epoch"] == 1
+    assert content["hyper_parameters"]["label_smoothing"] == 0.25  # the config does not name it
+    assert content["hyper_parameters"]["optimizer"]["init_args"]["lr"] == 0.5  # the flag is what was built ...
+    assert content["optimizer_states"][0]["param_groups"][0]["initial_lr"] == 0.004  # ... the state keeps its own
+
+
+def test_a_misnamed_list_of_callbacks_is_appended_to(tmp_path):
+    folder = run([*FIT, "--trainer.callbacks+=lightning.pytorch.callbacks.LearningRateMonitor"], tmp_path)
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_same_seed_same_weights(tmp_path):
+    a, b = run(FIT, tmp_path / "a"), run([*FIT, "--data.num_workers", "2"], tmp_path / "b")
+    first, second = (weights(r / "checkpoints" / "last.ckpt") for r in (a, b))
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    c = weights(run([*FIT, "--seed_everything", "1"], tmp_path / "c") / "checkpoints" / "last.ckpt")
+    assert not all(torch.equal(first[k], c[k]) for k in first)
