@@ -37,7 +37,7 @@ class SmallConfig:
 
     width: int = 64
     heads: int = 4
-    blocks: int = 5
+    blocks: int = 4
     classes: int = 10
     group: int = 16
     chunk: int = 2**17
