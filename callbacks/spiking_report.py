@@ -86,7 +86,7 @@ class SpikingReport(Callback):
             if not isinstance(network, SpikingNetwork):
                 continue
             if name != "start":
-                prefix = simulate(network, image, self.time_steps[-1], self.chunk, features=False).prefix_logits
+                prefix = simulate(network, image, self.time_steps[-1], self.chunk).prefix_logits
                 hits = prefix[[t - 1 for t in self.time_steps]].argmax(2) == label  # T b
                 self._sum(f"correct/{name}", hits.sum(1))
             if name in ("start", CLOSED):

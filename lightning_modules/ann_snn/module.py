@@ -24,7 +24,6 @@ from lightning_modules.ann_snn.conversion import (
     convert,
     gram,
     prepare,
-    rate,
     rebuild,
     simulate,
     teacher_features,
@@ -179,7 +178,7 @@ class AnnSnn(LightningModule):
         per_batch = []
         for x in images:
             _, teacher = teacher_features(self.teacher, x, self.student.monitored)
-            student = simulate(self.student, x, time_steps, reduce=gram if stepgram else rate).features
+            student = simulate(self.student, x, time_steps, reduce=gram if stepgram else None).features
             if stepgram:
                 terms = [hsic(student[k], teacher[k].flatten(1) @ teacher[k].flatten(1).T) for k in names]
             else:
@@ -243,7 +242,7 @@ class AnnSnn(LightningModule):
         `time_steps` defaults to the largest T of training.
         """
         assert self.student is not None, "not converted yet: call convert_with(batches)"
-        return simulate(self.student, image, time_steps or max(self.time_steps), features=False).logits
+        return simulate(self.student, image, time_steps or max(self.time_steps)).logits
 
     def draw_time_steps(self) -> int:
         """Index of this batch's T, the same on every rank: a function of seed and step."""
@@ -301,7 +300,7 @@ class AnnSnn(LightningModule):
     def _evaluate(self, batch: Any, stage: str) -> None:
         assert self.teacher is not None and self.student is not None
         image, label = batch[:2]
-        prefix = simulate(self.student, image, self.report_time_steps[-1], chunk=16, features=False).prefix_logits
+        prefix = simulate(self.student, image, self.report_time_steps[-1], chunk=16).prefix_logits
         correct = {t: (prefix[t - 1].argmax(1) == label).float() for t in self.report_time_steps}
         correct[0] = (self.teacher(image).argmax(1) == label).float()
         for t, values in correct.items():
