@@ -203,7 +203,7 @@ def _own_relu_per_call(network: fx.GraphModule) -> None:
         if not isinstance(module, nn.ReLU | nn.ReLU6):
             continue
         relu = nn.ReLU()
-        if isinstance(module, nn.ReLU6):
+        if isinstance(module, nn.ReLU6) or _cap_at_6 in module._forward_hooks.values():
             relu.register_forward_hook(_cap_at_6)  # the converter wants the exact type nn.ReLU
         if node.target in seen:
             _call_module(network, node, _free_name(network, *_split(node.target)), relu)
@@ -298,6 +298,8 @@ class SpikingNetwork(nn.Module):
         super().__init__()
         self.network = network
         self.monitored = monitored
+        for pair in monitored.values():
+            network.get_submodule(pair.student).keep_total = True
 
     def neurons(self) -> dict[str, IFNode]:
         """All neurons by name, from input to output."""
@@ -309,12 +311,21 @@ class SpikingNetwork(nn.Module):
         """Set every membrane back to its start."""
         functional.reset_net(self.network)
 
-    def forward(self, x: torch.Tensor, time_steps: int) -> torch.Tensor:
-        """Run T steps from the present membranes: images `[B, C, H, W]` -> logits of each step `[T, B, K]`."""
+    def forward(self, x: torch.Tensor, time_steps: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Run T steps from the present membranes.
+
+        Args:
+            x: Images `[B, C, H, W]`.
+            time_steps: T.
+
+        Returns:
+            Logits of each step `[T, B, K]`, and block name -> sum over the steps of the block's output `[B, ...]`.
+        """
         for module in self.network.modules():
             if isinstance(module, OverTime):
                 module.time_steps = time_steps
-        return self.network(x)
+        logits = self.network(x)
+        return logits, {k: self.network.get_submodule(pair.student).total for k, pair in self.monitored.items()}
 
 
 class _Quantile(VoltageHook):
@@ -539,18 +550,13 @@ class SimulationOutput(NamedTuple):
     Attributes:
         logits: Time-mean logits after T steps `[B, K]`.
         prefix_logits: Time-mean logits after 1, ..., T steps `[T, B, K]`.
-        features: Block name -> time mean of `reduce`, by default the rate `mean_t theta s(t)` `[B, ...]`, in the units
-            of the ANN's activations.
+        features: Block name -> the rate `mean_t theta s(t)` `[B, ...]`, in the units of the ANN's activations, or the
+            time mean of what `reduce` made of each step's output.
     """
 
     logits: torch.Tensor
     prefix_logits: torch.Tensor
     features: dict[str, torch.Tensor]
-
-
-def rate(spikes: torch.Tensor) -> torch.Tensor:
-    """Sum over time `[T, B, ...] -> [B, ...]`; the default of `simulate`."""
-    return spikes.sum(0)
 
 
 def gram(spikes: torch.Tensor) -> torch.Tensor:
@@ -584,8 +590,7 @@ def simulate(
     x: torch.Tensor,
     time_steps: int,
     chunk: int | None = None,
-    reduce: Callable[[torch.Tensor], torch.Tensor] = rate,
-    features: bool = True,
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> SimulationOutput:
     """Run the spiking network from rest for T steps on constant images (direct coding).
 
@@ -596,31 +601,33 @@ def simulate(
         x: Images `[B, C, H, W]`.
         time_steps: T >= 1.
         chunk: Run at most this many steps at once, which bounds the memory; None runs all.
-        reduce: Sum over time of what is kept of each monitored block, `[t, B, ...] -> Tensor`.
-        features: False leaves the features out.
+        reduce: Some other sum over time to keep of each block's output, `[t, B, ...] -> Tensor`, for example `gram`;
+            None keeps the rate.
 
     Raises:
         ValueError: if `time_steps` or `chunk` is below 1.
     """
     if time_steps < 1 or (chunk is not None and chunk < 1):
         raise ValueError(f"simulate: time_steps ({time_steps}) and chunk ({chunk}) must be at least 1")
-    sums: dict[str, torch.Tensor] = {}
-
-    def keep(label: str, spikes: torch.Tensor) -> None:
-        part = reduce(spikes)
-        sums[label] = sums[label] + part if label in sums else part  # out of place: autograd may have saved it
-
-    names = {label: pair.student for label, pair in student.monitored.items()} if features else {}
+    chunk = chunk or time_steps
+    logits: list[torch.Tensor] = []
+    sums: list[dict[str, torch.Tensor]] = []
+    names = {label: pair.student for label, pair in student.monitored.items()} if reduce else {}
     student.reset()
     try:
-        with capture(student.network, names, keep):
-            sizes = [min(chunk or time_steps, time_steps - t) for t in range(0, time_steps, chunk or time_steps)]
-            logits = torch.cat([student(x, size) for size in sizes])  # t b k
+        for start in range(0, time_steps, chunk):
+            kept: dict[str, torch.Tensor] = {}
+            with capture(student.network, names, lambda label, out, kept=kept: kept.update({label: reduce(out)})):
+                steps, totals = student(x, min(chunk, time_steps - start))
+            logits.append(steps)
+            sums.append(kept if reduce else totals)
     finally:
         student.reset()
-    steps = torch.arange(1, time_steps + 1, device=logits.device, dtype=logits.dtype)
-    prefix = logits.cumsum(0) / steps[:, None, None]
-    return SimulationOutput(prefix[-1], prefix, {label: total / time_steps for label, total in sums.items()})
+    count = torch.arange(1, time_steps + 1, device=x.device, dtype=logits[0].dtype)
+    prefix = torch.cat(logits).cumsum(0) / count[:, None, None]  # t b k
+    # out of place: autograd may have saved the parts
+    features = {label: sum(part[label] for part in sums) / time_steps for label in student.monitored}
+    return SimulationOutput(prefix[-1], prefix, features)
 
 
 def teacher_features(

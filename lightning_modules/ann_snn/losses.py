@@ -15,6 +15,12 @@ def _full_precision(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """`[b ...] -> [b d]` in the order of memory: Gram matrices do not depend on it, and nothing is copied."""
+    order = sorted(range(1, x.dim()), key=x.stride, reverse=True)
+    return x.permute(0, *order).flatten(1)
+
+
 def linear_cka(x: torch.Tensor, y: torch.Tensor, unbiased: bool = False, cka_grad: str = "exact") -> torch.Tensor:
     """Linear CKA of two sets of features of the same B inputs (Kornblith et al. 2019; the paper's Eq. 8).
 
@@ -40,9 +46,9 @@ def linear_cka(x: torch.Tensor, y: torch.Tensor, unbiased: bool = False, cka_gra
     if cka_grad not in ("exact", "numerator_half"):
         raise ValueError(f'linear_cka: cka_grad is "exact" or "numerator_half", not {cka_grad!r}')
     with torch.autocast(x.device.type, enabled=False):
-        x, y = (_full_precision(z).flatten(1) for z in (x, y))
+        x, y = (_full_precision(_flat(z)) for z in (x, y))
         if unbiased:
-            return cka_from_hsic(hsic(x @ x.T, y @ y.T))
+            return cka_from_hsic(hsic(x @ x.T, y @ y.T)).to(x.dtype)
         # centring the columns of x is the same as centring its Gram matrix on both sides, and cheaper
         x, y = x - x.mean(0), y - y.mean(0)
         k, q = x @ x.T, y @ y.T
@@ -65,7 +71,7 @@ def hsic(gram_x: torch.Tensor, gram_y: torch.Tensor) -> torch.Tensor:
         gram_y: `[n, n]`.
 
     Returns:
-        `[3]`: HSIC of (x, y), (x, x), (y, y). Average these over batches, then call `cka_from_hsic`.
+        `[3]` float64: HSIC of (x, y), (x, x), (y, y). Average these over batches, then call `cka_from_hsic`.
 
     Raises:
         ValueError: if n < 4.
@@ -73,7 +79,8 @@ def hsic(gram_x: torch.Tensor, gram_y: torch.Tensor) -> torch.Tensor:
     n = len(gram_x)
     if n < 4:
         raise ValueError(f"hsic: the unbiased estimator needs at least 4 inputs in a batch, got {n}")
-    gram_x, gram_y = (g - torch.diag(g.diagonal()) for g in (gram_x, gram_y))
+    # float64: the three terms nearly cancel where the features have a large mean
+    gram_x, gram_y = (g.double() - torch.diag(g.diagonal()) for g in (gram_x, gram_y))
 
     def one(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         sums = k.sum() * q.sum() / ((n - 1) * (n - 2))

@@ -23,37 +23,46 @@ SURROGATE_ALPHA = 4.0  # slope of spikingjelly's default sigmoid surrogate, used
 
 
 class _Fire(torch.autograd.Function):
-    """`(x [t b ...], v [b ...], theta [] or [c 1 1]) -> (theta * spikes [t b ...], v [b ...])`."""
+    """All steps: `x [t b ...]`, `v [b ...]`, `theta [] or [c 1 1]` -> spikes `[t b ...]`, `v`, sum of spikes `[b ...]`.
+
+    The sum over time is formed here because its gradient then needs no pass over memory of its own.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, v: torch.Tensor, theta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        v = v.clone()
-        # [t b ...] with every step laid out as one step of x (x may be one step repeated, or channels last)
-        strides = (v.numel(), *torch.empty_like(x[0]).stride())
-        h, out = (x.new_empty_strided(x.shape, strides) for _ in range(2))
+    def forward(ctx: Any, x: torch.Tensor, v: torch.Tensor, theta: torch.Tensor, keep_total: bool) -> tuple:
+        v = torch.empty_like(x[0]).copy_(v)  # in the layout of one step of x, which may be channels last
+        h, out = (x.new_empty_strided(x.shape, (v.numel(), *v.stride())) for _ in range(2))
+        total = torch.zeros_like(v) if keep_total else None
         scale = theta.reciprocal()
         for x_t, h_t, out_t in zip(x, h, out, strict=True):
             torch.addcmul(v, x_t, scale, out=h_t)
             torch.ge(h_t, 1.0, out=out_t)
             torch.sub(h_t, out_t, out=v)
             out_t.mul_(theta)
+            if total is not None:
+                total.add_(out_t)
         ctx.save_for_backward(h, theta)
         ctx.set_materialize_grads(False)
-        return out, v
+        return out, v, total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_v: torch.Tensor | None) -> tuple:
+    def backward(
+        ctx: Any, grad_out: torch.Tensor | None, grad_v: torch.Tensor | None, grad_total: torch.Tensor | None
+    ) -> tuple:
         h, theta = ctx.saved_tensors
         alpha = torch.full((), SURROGATE_ALPHA, dtype=h.dtype, device=h.device)
-        grad_x = torch.sub(h, 1.0).mul_(alpha).sigmoid_()
-        torch.ops.aten.sigmoid_backward.grad_input(alpha.expand_as(h), grad_x, grad_input=grad_x)  # now w
-        if grad_out is None:
-            grad_out = torch.zeros((), dtype=h.dtype, device=h.device).expand_as(h)
-        later = torch.zeros_like(h[0]) if grad_v is None else grad_v / theta
+        grad_x = torch.add(-alpha, h, alpha=SURROGATE_ALPHA).sigmoid_()
+        torch.ops.aten.sigmoid_backward.grad_input(alpha.expand_as(h), grad_x, grad_input=grad_x)  # now w = ds/dh
+        zero = torch.zeros_like(h[0])
+        later = zero if grad_v is None else grad_v / theta
+        both = torch.empty_like(zero)
         for t in reversed(range(len(h))):
-            later = torch.lerp(later, grad_out[t], grad_x[t], out=grad_x[t])
-        return grad_x, later * theta if ctx.needs_input_grad[1] else None, None
+            grad_t = zero if grad_out is None else grad_out[t]
+            if grad_total is not None:
+                grad_t = torch.add(grad_t, grad_total, out=both)
+            later = torch.lerp(later, grad_t, grad_x[t], out=grad_x[t])
+        return grad_x, later * theta if ctx.needs_input_grad[1] else None, None, None
 
 
 class IFNode(neuron.IFNode):
@@ -72,6 +81,9 @@ class IFNode(neuron.IFNode):
         channels: Number of channels C; needed with `train_v0` only.
         train_threshold: Make theta a parameter, `theta = softplus(p)`.
         train_v0: Make v0 a parameter, one per channel.
+
+    Attributes:
+        keep_total: In mode "m", keep the sum of the output over time in `total` `[B, C, ...]`.
 
     Shapes: `[B, C, ...]` in mode "s", `[T, B, C, ...]` in mode "m"; the output has the shape of the input.
     """
@@ -103,6 +115,8 @@ class IFNode(neuron.IFNode):
             self.v0 = nn.Parameter(torch.full((channels,), float(v0)))
         else:
             self.register_buffer("v0", torch.tensor(float(v0)))
+        self.keep_total = False
+        self.total: torch.Tensor | None = None
 
     @property
     def threshold(self) -> torch.Tensor:
@@ -138,10 +152,17 @@ class IFNode(neuron.IFNode):
         x = _at_least_float32(x)
         theta = _per_channel(self.threshold, x[0]).to(x.dtype)
         if theta.requires_grad:  # the scaling stays outside, where autograd sees it
-            out, self.v = _Fire.apply(x * theta.reciprocal(), self._start(x[0]), torch.ones_like(theta))
+            one = torch.ones_like(theta)
+            out, self.v, total = _Fire.apply(x * theta.reciprocal(), self._start(x[0]), one, self.keep_total)
+            self.total = None if total is None else total * theta
             return out * theta
-        out, self.v = _Fire.apply(x, self._start(x[0]), theta)
+        out, self.v, self.total = _Fire.apply(x, self._start(x[0]), theta, self.keep_total)
         return out
+
+    def reset(self) -> None:
+        """Membrane back to the start; drops `total`."""
+        super().reset()
+        self.total = None
 
 
 def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
