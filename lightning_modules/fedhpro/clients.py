@@ -62,12 +62,14 @@ class ClientReport:
 
     Attributes:
         sent: Tensors for the server, as the strategy's `after` names them.
+        images: Training images that the next two numbers are about: all of the client's, or this rank's part.
         loss: Mean training loss of the last local epoch.
-        accuracy: Share of its images that the client labels right while it trains on them in that epoch, in [0, 1].
+        accuracy: Share of the images that the client labels right while it trains on them in that epoch, in [0, 1].
         figures: Numbers of the strategy to log.
     """
 
     sent: dict[str, Tensor]
+    images: int
     loss: float
     accuracy: float
     figures: dict[str, float]
@@ -125,7 +127,7 @@ def train_client(
         network.train()
         optimizer = training.optimizer(network.parameters())
         for epoch in range(first_epoch, first_epoch + training.epochs):
-            total, correct, seen = 0.0, 0, 0
+            total = correct = seen = 0
             for images, labels in client.batches(epoch, training.batch_size):
                 weight = 1.0
                 if ranks > 1:
@@ -138,13 +140,14 @@ def train_client(
                 optimizer.zero_grad()
                 (loss if ranks == 1 else loss * weight).backward()
                 optimizer.step()
-                total = total + loss.detach() * len(labels)
-                correct = correct + (logits.detach().argmax(1) == labels).sum()
-                seen += len(labels)
-            mean_loss = float(total) / seen
+                if weight:
+                    total = total + loss.detach() * len(labels)
+                    correct = correct + (logits.detach().argmax(1) == labels).sum()
+                    seen += len(labels)
+            mean_loss = float(total) / max(seen, 1)
             if not math.isfinite(mean_loss):
                 raise ValueError(
                     f"client {client.id}: the loss is {mean_loss} in round {round_number}; lower the learning rate"
                 )
         sent = strategy.after(network, client, state)
-    return ClientReport(sent, mean_loss, int(correct) / seen, state.get("figures", {}))
+    return ClientReport(sent, seen, mean_loss, int(correct) / max(seen, 1), state.get("figures", {}))

@@ -11,9 +11,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_modules.distributed import shard
 from lightning_modules.fedhpro.averaging import assign, flatten, unflatten
 from lightning_modules.fedhpro.clients import Client, ClientReport, LocalTraining, train_client
 from lightning_modules.fedhpro.network import build_network
@@ -118,8 +118,9 @@ class FedHPro(LightningModule):
             self._scratch.append(copy.deepcopy(self.network))
             if self.device_mesh is not None:
                 self._refuse_sharding(self.network)
-                shard(self._scratch[0], (), self.device_mesh)
-                shard(self.network, (), self.device_mesh)
+                for network in (self.network, self._scratch[0]):
+                    # Parameters are read between forward passes (averaging, optimisers), so they are never left whole.
+                    fully_shard(network, mesh=self.device_mesh["data_parallel"], reshard_after_forward=True)
 
     def _refuse_sharding(self, network: nn.Module) -> None:
         name = self.hparams["strategy"]
@@ -156,19 +157,21 @@ class FedHPro(LightningModule):
         received = head_of(self.network)
         weights = torch.zeros_like(flatten(_local_state(self.network)))
         sent = {n: self._zeros(len(batch.clients), s) for n, s in self.strategy.sends.items()}
-        # one row per client: loss, accuracy, figures
-        table = torch.zeros(len(batch.clients), 2 + len(self.strategy.figures), device=self.device, dtype=torch.double)
+        # one row per client: loss, accuracy and figures, times the number of images, and that number
+        table = torch.zeros(len(batch.clients), 3 + len(self.strategy.figures), device=self.device, dtype=torch.double)
         part = (self.global_rank, self.trainer.world_size) if self.device_mesh is not None else (0, 1)
         for slot, client in self._own_clients(batch):
             _copy(_local_state(self.network), _local_state(scratch))
             report = train_client(scratch, client, self.strategy, self.training_plan, batch.number, part)
             weights += flatten(_local_state(scratch)) * len(client.labels)
-            table[slot] = torch.tensor(self._row(report))
+            figures = [report.figures[name] for name in self.strategy.figures]
+            table[slot] = torch.tensor([report.loss, report.accuracy, *figures, 1.0]) * report.images
             self._check_sent(report)
             for name, total in sent.items():
                 total[slot if self.strategy.stacked else 0] += report.sent[name].double()
-        if self.trainer.world_size > 1 and self.device_mesh is None:
-            _all_reduce([weights, table, *sent.values()])
+        if self.trainer.world_size > 1:
+            # under FSDP2 every rank has its part of each client's weights, and all that the clients send
+            _all_reduce([table] if self.device_mesh is not None else [weights, table, *sent.values()])
         if not self.strategy.stacked:
             sent = {name: total[0] for name, total in sent.items()}
         sizes = torch.tensor([len(c.labels) for c in batch.clients], device=self.device, dtype=torch.double)
@@ -176,7 +179,7 @@ class FedHPro(LightningModule):
             self._step_towards(weights / sizes.sum())
             draws = torch.Generator().manual_seed(hash((self.hparams["seed"], batch.number, -1)) % 2**63)
             figures = self.strategy.server(self.network, received, sent, draws)
-        self._log_round(batch, sizes, table, figures)
+        self._log_round(batch, sizes, table[:, :-1] / table[:, -1:], figures)
 
     def _zeros(self, clients: int, shape: tuple[int, ...]) -> Tensor:
         rows = clients if self.strategy.stacked else 1
@@ -193,9 +196,6 @@ class FedHPro(LightningModule):
         states = self.strategy.client_states
         self.strategy.client_states = {k: s for k, s in states.items() if rank_of[k] == self.global_rank}
         return [(i, c) for i, c in enumerate(batch.clients) if rank_of[c.id] == self.global_rank]
-
-    def _row(self, report: ClientReport) -> list[float]:
-        return [report.loss, report.accuracy, *(report.figures[name] for name in self.strategy.figures)]
 
     def _check_sent(self, report: ClientReport) -> None:
         got = {name: tuple(tensor.shape) for name, tensor in report.sent.items()}

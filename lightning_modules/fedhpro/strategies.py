@@ -33,9 +33,11 @@ Head = tuple[Tensor, Tensor]  # weight (c, d) and bias (c,) of the classifier
 
 
 def head_of(network: nn.Module) -> Head:
-    """Weight and bias of the classifier, whole (gathered, where they are sharded), without gradient."""
-    head = network.classifier.weight.detach(), network.classifier.bias.detach()
-    return tuple(t.full_tensor() if isinstance(t, DTensor) else t for t in head)
+    """A copy of the classifier's weight and bias, whole (gathered, where they are sharded), without gradient."""
+    weight, bias = network.classifier.weight.detach(), network.classifier.bias.detach()
+    if isinstance(weight, DTensor):
+        weight, bias = weight.full_tensor(), bias.full_tensor()
+    return weight.clone(), bias.clone()
 
 
 class FedAvg(nn.Module):

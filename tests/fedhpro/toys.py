@@ -13,12 +13,14 @@ def data(**options) -> FederatedImages:
     return FederatedImages(**{"clients": 4, "train_size": 200, "test_size": 60, "augment": ["crop"], **options})
 
 
-def module(strategy="HyperPrototypes", strategy_args=None, **options) -> FedHPro:
+def module(strategy="HyperPrototypes", strategy_args=None, build=True, **options) -> FedHPro:
+    """With its network, unless the strategy of the trainer should build it (`build=False`)."""
     seed_everything(0, verbose=False)
     tiny = {"in_channels": 1, "width": 4, "dim": 16}
     defaults = {"network": "SmallCNN", "network_args": tiny, "local_epochs": 1, "local_batch_size": 16, "lr": 0.05}
     made = FedHPro(strategy, strategy_args, **{**defaults, **options})
-    made.configure_model()
+    if build:
+        made.configure_model()
     return made
 
 
