@@ -1,6 +1,4 @@
-"""Speech with its text: a small corpus made on the spot, a JSONL manifest, or a folder of audio with
-metadata.
-"""
+"""Speech with its text: a corpus made on the spot, a JSONL manifest, or a folder of audio with metadata."""
 
 import csv
 import ctypes
@@ -187,8 +185,9 @@ def check_files(rows: list[Row]) -> list[float]:
 
 
 def read_audio(path: str, rate: int, start: float = 0.0, duration: float | None = None) -> np.ndarray:
-    """Mono float32 samples at `rate` Hz of a part of a file; channels are averaged, other rates resampled
-    (soxr).
+    """Mono float32 samples at `rate` Hz of a part of a file.
+
+    Channels are averaged; other rates are resampled with soxr.
 
     Raises:
         ValueError: naming a file that cannot be decoded.
@@ -211,8 +210,9 @@ def read_audio(path: str, rate: int, start: float = 0.0, duration: float | None 
 
 
 class Synthesizer:
-    """espeak-ng through ctypes, from the library that the package `espeakng-loader` ships (GPL-3.0, an
-    extra).
+    """espeak-ng through ctypes, from the library that the package `espeakng-loader` ships.
+
+    That package is GPL-3.0, so it is an extra and is imported only here.
 
     Raises:
         ImportError: if the package is not installed.
@@ -398,7 +398,7 @@ class LengthBuckets(GlobalBatches):
         kwargs: see `GlobalBatches`.
     """
 
-    def __init__(self, seconds: np.ndarray, window: int = 20, **kwargs) -> None:
+    def __init__(self, seconds: np.ndarray, window: int, **kwargs) -> None:
         super().__init__(len(seconds), **kwargs)
         self.seconds, self.window = seconds, window
 
@@ -462,9 +462,7 @@ class Split(Dataset):
 
 
 def pad(audio: list[np.ndarray]) -> tuple[Tensor, Tensor]:
-    """Join utterances of different length: float32 `[b, s]` with zeros at the right, and int64 `[b]`
-    lengths.
-    """
+    """Join utterances: float32 `[b, s]` with zeros at the right, and their lengths int64 `[b]`."""
     length = torch.tensor([len(a) for a in audio])
     padded = torch.zeros(len(audio), int(length.max()))
     for row, samples in zip(padded, audio, strict=True):
@@ -491,6 +489,8 @@ class SpeechText(LightningDataModule):
         val_fraction: part of the sentences that validates, in (0, 1).
         test_fraction: part of the sentences that tests, in (0, 1).
         unseen_speakers: speakers held out for validation and test; by default those of `made.unseen_voices`.
+        bucket_batches: batches among which training utterances are sorted by length, so that little is padded; 1 does
+            not sort (short runs learn faster from mixed batches).
         max_seconds: longest utterance; longer ones are refused by name, never cut.
         augmentation: changes to training audio, or None.
         seed: of the order and the augmentation.
@@ -510,6 +510,7 @@ class SpeechText(LightningDataModule):
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
         unseen_speakers: list[str] | None = None,
+        bucket_batches: int = 20,
         max_seconds: float = 30.0,
         augmentation: Augmentation | None = None,
         seed: int = 0,
@@ -526,6 +527,7 @@ class SpeechText(LightningDataModule):
         self.data_dir, self.sample_rate, self.batch_size = Path(data_dir), sample_rate, batch_size
         self.val_fraction, self.test_fraction, self.max_seconds = val_fraction, test_fraction, max_seconds
         self.augmentation, self.seed, self.num_workers = augmentation, seed, num_workers
+        self.bucket_batches = bucket_batches
         self.predict_source = predict_source
         made_unseen = self.made.unseen_voices if source == "made" else []
         self.unseen = set(made_unseen if unseen_speakers is None else unseen_speakers)
@@ -590,6 +592,7 @@ class SpeechText(LightningDataModule):
         """Shuffled, bucketed by length, augmented, whole batches only."""
         order = LengthBuckets(
             self._splits["train"][1],
+            self.bucket_batches,
             batch_size=self.batch_size,
             shuffle=True,
             drop_last=True,

@@ -60,9 +60,7 @@ def _filters(sample_rate: int, window: int, mels: int) -> Tensor:
 
 
 def log_mel(audio: Tensor, hops: int, hop: int, hann: Tensor, filters: Tensor) -> Tensor:
-    """Natural logarithm of mel energies, [b, hops, mels]; window i is centred in samples i * hop to (i + 1) *
-    hop.
-    """
+    """Natural logarithm of mel energies, [b, hops, mels]; window i is centred in the i-th hop."""
     left = (len(hann) - hop) // 2
     right = (hops - 1) * hop + len(hann) - left - audio.shape[-1]
     spectrum = torch.stft(F.pad(audio, (left, right)), len(hann), hop, window=hann, center=False, return_complex=True)
@@ -162,9 +160,11 @@ class FrozenEncoder(nn.Module):
     def _encode(self, samples: Tensor) -> Tensor:
         wanted = int(self._frames(torch.tensor(len(samples))))
         if self.whisper:
-            hops = self.window // 160
-            logs = log_mel(samples[None], hops, 160, self.hann.to(samples.device), self.filters.to(samples.device))
-            logs = logs / torch.tensor(10.0, device=logs.device).log()
+            # as WhisperFeatureExtractor: windows centred on their hop, the last one dropped, log10 cut off at 8 below
+            padded = F.pad(samples, (0, self.window - len(samples)))
+            spectrum = torch.stft(padded, 400, 160, window=self.hann.to(samples.device), return_complex=True)
+            mel = spectrum[:, :-1].abs().square().T @ self.filters.to(samples.device)
+            logs = mel.clamp(min=1e-10).log10()[None]
             logs = (logs.clamp(min=float(logs.max()) - 8) + 4) / 4
             out = self.model(logs.transpose(1, 2), output_hidden_states=True)
         elif wanted == 0:  # shorter than the encoder's receptive field
@@ -178,11 +178,7 @@ class FrozenEncoder(nn.Module):
 
 
 def build_encoder(encoder: str | dict[str, Any], sample_rate: int = 16_000) -> LogMel | FrozenEncoder:
-    """`log_mel`, a hub id or folder, or a dict: `FrozenEncoder`'s options with `source`, or a model
-    configuration.
-    """
+    """`log_mel`, the hub id or folder of a `FrozenEncoder`, or its options as a dict."""
     if encoder == "log_mel":
         return LogMel(sample_rate)
-    if isinstance(encoder, dict):
-        return FrozenEncoder(encoder) if "model_type" in encoder else FrozenEncoder(**encoder)
-    return FrozenEncoder(encoder)
+    return FrozenEncoder(**encoder) if isinstance(encoder, dict) else FrozenEncoder(encoder)

@@ -257,6 +257,13 @@ class MoST(LightningModule):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the language model's and the vocoder's gradients each on its own: they are separate models."""
+        for group in optimizer.param_groups if gradient_clip_val else ():
+            nn.utils.clip_grad_norm_(group["params"], gradient_clip_val)
+
     def on_fit_start(self) -> None:
         """Train the unit set if none was given and none was restored."""
         spoken = any(self.tasks.get(task, 0) > 0 for task in SPOKEN) or self.vocoder is not None

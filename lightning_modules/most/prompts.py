@@ -10,8 +10,10 @@ that is heard takes one placeholder id per frame, so that ids, labels, positions
 with what the model sees; speech that is spoken is `begin_audio`, unit tokens, `end_audio`.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -62,15 +64,15 @@ class TokenLayout:
 
 
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per word (or per character, when all entries but the space are single
-    characters).
+    """A tokenizer with one token per word; or per character, when all entries are single characters.
 
     Args:
         words: the vocabulary; the words of the instructions are added.
     """
     characters = all(len(word) == 1 for word in words)
-    prompts = f"{TRANSCRIBE} {SPEAK} Output: User: Assistant:".split()
-    pieces = list(dict.fromkeys(["<unk>", "<s>", "</s>", *words, *(prompts if not characters else "".join(prompts))]))
+    prompts = f"{TRANSCRIBE} {SPEAK} Output: User: Assistant:"
+    more = [*prompts, "\n"] if characters else prompts.split()
+    pieces = list(dict.fromkeys(["<unk>", "<s>", "</s>", *words, *more]))
     tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = (
         pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated") if characters else pre_tokenizers.WhitespaceSplit()
@@ -120,12 +122,8 @@ def choose_task(weights: dict[str, float], possible: Sequence[str], number: floa
     shares = {task: weight for task, weight in weights.items() if weight > 0 and task in possible}
     if not shares:
         raise ValueError(f"an utterance allows {', '.join(possible) or 'no task'}, none of which has a weight in tasks")
-    left = number * sum(shares.values())
-    for task, weight in shares.items():
-        left -= weight
-        if left < 0:
-            break
-    return task
+    bounds = list(accumulate(shares.values()))
+    return list(shares)[bisect_right(bounds[:-1], number * bounds[-1])]
 
 
 class Example(NamedTuple):

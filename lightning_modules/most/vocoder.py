@@ -74,9 +74,7 @@ class UnitVocoder(nn.Module):
 
     @torch.no_grad()
     def speak(self, units: list[Tensor]) -> list[Tensor]:
-        """Samples [s] of each sequence of units int64 [l], in one pass; shorter ones are padded with their last
-        unit.
-        """
+        """Samples [s] of each sequence of units int64 [l]; in the one pass, shorter ones repeat their last unit."""
         longest = max(map(len, units))
         if longest == 0:
             return [self.embedding.weight.new_zeros(0) for _ in units]

@@ -1,0 +1,92 @@
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lightning_modules.most.units import Units, deduplicate
+from lightning_modules.most.vocoder import DurationPredictor, MelLoss, UnitVocoder, duration_loss
+
+
+def test_units_are_the_nearest_centroids_and_k_means_finds_clusters():
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(5, 8)) * 10
+    frames = (centres[rng.integers(0, 5, 400)] + 0.1 * rng.normal(size=(400, 8))).astype(np.float32)
+    units = Units(5, 8).fit(frames, seed=0)
+    distance = np.linalg.norm(frames[:, None] - units.centroids.numpy(), axis=-1)
+    assert np.array_equal(units(torch.from_numpy(frames)).numpy(), distance.argmin(1))
+    assert distance.min(1).max() < 1.0
+    with pytest.raises(ValueError, match="3 frames cannot make 5 units"):
+        Units(5, 8).fit(frames[:3])
+
+
+def test_unit_sets_are_known_by_their_hash(tmp_path):
+    torch.manual_seed(0)
+    units = Units(4, 3)
+    units.centroids.normal_()
+    units.save(tmp_path / "units.safetensors")
+    loaded = Units.load(tmp_path / "units.safetensors")
+    assert loaded.hash == units.hash
+    vocoder = UnitVocoder(4, units.hash, width=16, embedding=8)
+    vocoder.check(loaded.hash)
+    loaded.centroids[0, 0] += 1
+    with pytest.raises(ValueError, match="cannot speak") as error:
+        vocoder.check(loaded.hash)
+    assert "\n" not in str(error.value)
+    tensors = load_file(tmp_path / "units.safetensors")
+    save_file(tensors, tmp_path / "bad.safetensors", {"hash": "0" * 16})
+    with pytest.raises(ValueError, match="states the hash"):
+        Units.load(tmp_path / "bad.safetensors")
+
+
+def test_deduplicate():
+    runs, lengths = deduplicate(torch.tensor([3, 3, 1, 3, 3, 3]))
+    assert (runs.tolist(), lengths.tolist()) == ([3, 1, 3], [2, 1, 3])
+    assert torch.equal(runs.repeat_interleave(lengths), torch.tensor([3, 3, 1, 3, 3, 3]))
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000])
+def test_vocoder_makes_a_25th_of_a_second_per_unit(rate):
+    vocoder = UnitVocoder(7, sample_rate=rate, width=32, embedding=8)
+    assert vocoder(torch.zeros(2, 9, dtype=torch.int64)).shape == (2, 9 * rate // 25)
+    spoken = vocoder.speak([torch.tensor([1, 2, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([4])])
+    assert [len(s) for s in spoken] == [3 * rate // 25, 0, rate // 25]
+
+
+def test_vocoder_learns_a_tone_per_unit():
+    """Two units, two tones: after a few steps the spectrum of each is nearer to its own tone."""
+    torch.manual_seed(0)
+    vocoder, loss = UnitVocoder(2, width=32, embedding=8), MelLoss(16_000)
+    optimizer = torch.optim.AdamW(vocoder.parameters(), 3e-3)
+    time = torch.arange(4 * 640) / 16_000
+    real = torch.stack([0.3 * torch.sin(2 * torch.pi * f * time) for f in (300.0, 2000.0)])
+    units = torch.tensor([[0] * 4, [1] * 4])
+    first = loss(vocoder(units), real).item()
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss(vocoder(units), real).backward()
+        optimizer.step()
+    made = vocoder(units).detach()
+    assert loss(made, real) < 0.75 * first
+    assert loss(made, real) < loss(made, real.flip(0))
+
+
+def test_mel_loss_is_zero_for_equal_and_grows_with_the_level():
+    loss = MelLoss(16_000)
+    x = torch.randn(1, 3200)
+    assert loss(x, x) == 0
+    assert loss(x * 2, x).item() == pytest.approx(np.log(4), abs=1e-4)
+
+
+def test_durations_are_learnt():
+    torch.manual_seed(0)
+    predictor = DurationPredictor(3, 16)
+    units, count = torch.tensor([[0, 0, 0, 1, 2, 2, 0, 0, 0, 0], [1, 2, 2, 0, 0, 0, 0, 0, 0, 0]]), torch.tensor([9, 6])
+    optimizer = torch.optim.AdamW(predictor.parameters(), 1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        duration_loss(predictor, units, count).backward()
+        optimizer.step()
+    assert duration_loss(predictor, units, count) < 1e-2
+    made = predictor.lengthen([torch.tensor([0, 1, 2, 0]), torch.tensor([1, 2, 0])])
+    assert made[0].tolist() == units[0, :9].tolist()
+    assert made[1].tolist() == units[1, :6].tolist()
