@@ -235,7 +235,7 @@ def draw_accuracy(report: dict[str, Any]) -> Any:
     axes.set_xlabel("time steps T")
     axes.set_ylabel("accuracy in %")
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
@@ -248,7 +248,7 @@ def draw_cka(report: dict[str, Any]) -> Any:
     _bars(axes, report["blocks"], report["cka"])
     axes.set_ylim(0, 1.02)
     axes.set_ylabel(f"CKA with the ANN at T = {max(report['trained_at'])}")
-    axes.legend(title="fine-tuning", loc="lower left")
+    figure.legend(title="fine-tuning", loc="outside lower center", ncols=2)
     return figure
 
 

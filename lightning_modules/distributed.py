@@ -238,7 +238,8 @@ def consolidate(folder: Path, output: Path | None = None) -> Path:
     optimizers = sorted((k for k in tensors if k.startswith("optimizer_")), key=lambda k: int(k.split("_")[1]))
     checkpoint |= {
         "state_dict": tensors.get("state_dict", {}),
-        "optimizer_states": [tensors[k] for k in optimizers],
+        # an optimiser without state, such as plain SGD, leaves no trace of it in the files
+        "optimizer_states": [{"state": {}, **tensors[k]} for k in optimizers],
     }
     unfinished = output.with_name(output.name + ".part")
     torch.save(checkpoint, unfinished)
