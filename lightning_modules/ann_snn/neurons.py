@@ -159,6 +159,10 @@ class IFNode(neuron.IFNode):
         out, self.v, self.total = _Fire.apply(x, self._start(x[0]), theta, self.keep_total)
         return out
 
+    def level(self, out: torch.Tensor) -> torch.Tensor:
+        """Theta in a form that broadcasts against the output `[T, B, C, ...]`; an output is 0 or this."""
+        return _per_channel(self.threshold.detach(), out[0]).to(out.dtype)
+
     def reset(self) -> None:
         """Membrane back to the start; drops `total`."""
         super().reset()
