@@ -184,7 +184,8 @@ def random_activation(rng: Generator, name: str, x: Array) -> Array:
     scale, shift = np.float32(math.exp(2 * rng.standard_normal())), np.float32(rng.standard_normal())
     x = scale * (standardise(x) + shift)
     if name != "random_fourier":
-        return ACTIVATIONS[name](x)
+        with np.errstate(over="ignore"):  # callers reject what is not finite
+            return ACTIVATIONS[name](x)
     frequency = 256 * rng.random(256)
     phase = 2 * math.pi * rng.random(256)
     decay = frequency ** -math.exp(rng.uniform(math.log(0.7), math.log(3.0)))

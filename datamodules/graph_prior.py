@@ -484,11 +484,12 @@ class SmallPrior:
                 n_context = int(n * rng.uniform(0.05, 0.5))
                 if not _covered(y[order], n_context, classes):
                     raise Rejected("a class is missing from the context or from the rest")
-        with np.errstate(all="ignore"):  # what overflows is rejected below
-            x = scale(clamp_outliers(x))
+        if not np.isfinite(x).all():
+            raise Rejected("a value is not finite")
+        x = scale(clamp_outliers(x))
         x = x[:, x.std(0) > 0][:, : self.features[1]]
-        if x.shape[1] < 1 or not np.isfinite(x).all():
-            raise Rejected("no column varies, or a value is not finite")
+        if x.shape[1] < 1:
+            raise Rejected("no column varies")
         pairs = np.argsort(order)[pairs][:, : 0 if edgeless else None]
         return _as_task(pairs, x[order], y[order], n_context, classes)
 

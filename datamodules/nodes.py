@@ -287,6 +287,11 @@ def kind_of(values: NDArray) -> Kind:
     return "fraction" if inside else "numeric"
 
 
+def _present(values: NDArray) -> NDArray[np.bool_]:
+    """Which values of a column are there, and finite."""
+    return np.array([v is not None for v in values]) if values.dtype == object else np.isfinite(values)
+
+
 def _most_frequent(column: NDArray) -> NDArray:
     """Fill NaN with the most frequent value."""
     missing = np.isnan(column)
@@ -482,8 +487,6 @@ class NodeClassification(LightningDataModule):
         self.said = [f"{self.source}: {len(table.node)} nodes; {said}"]
         y, class_names = self._labels(table)
         known = y >= 0 if class_names else ~np.isnan(y)
-        if not known.any():
-            raise ValueError(f"{self.source}: no node has a label, so there is nothing to learn from")
         self.parts = {k: torch.from_numpy(v) for k, v in self._split(table, y, known, bool(class_names)).items()}
         x = self._features(table, edges, self.parts["train"].numpy())
         none = torch.zeros(len(y), dtype=torch.bool)
@@ -506,7 +509,9 @@ class NodeClassification(LightningDataModule):
         """Codes and class names, or values and no names."""
         target = table.target
         strings = target.dtype == object
-        known = np.array([v is not None for v in target]) if strings else np.isfinite(target)
+        known = _present(target)
+        if not known.any():
+            raise ValueError(f"{self.source}: no node has a label, so there is nothing to learn from")
         distinct = sorted(set(target[known].tolist()))
         regression = self.task == "regression"
         if self.task == "auto" and not strings:
@@ -557,10 +562,9 @@ class NodeClassification(LightningDataModule):
         kept = {name: kind for name, kind in kinds.items() if kind != "ignore"}
         for name, kind in list(kept.items()):
             values = table.columns[name]
-            there = np.array([v is not None and v == v and abs(v) != math.inf if kind != "categorical" else
-                              v is not None and v == v for v in values.tolist()])  # fmt: skip
             if kind != "categorical" and values.dtype == object:
                 raise ValueError(f"column {name} holds words: it can only be categorical or ignored")
+            there = _present(values)
             distinct = len(set(values[there].tolist()))
             if distinct < 2:
                 self.said.append(f"column {name}: constant or empty, left out")

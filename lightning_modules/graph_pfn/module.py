@@ -196,15 +196,20 @@ class GraphPFN(LightningModule):
                 {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
             ]
             optimizer = torch.optim.AdamW(groups, lr=rate)
-        if self.lr_scheduler:
-            schedule = self.lr_scheduler(optimizer)
-        elif pretrain:
-            warmup, total = self.hparams["warmup"], int(self.trainer.estimated_stepping_batches)
-            schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, warmup, total))
-        else:
-            first = int(self.trainer.estimated_stepping_batches) // max(1, self.trainer.max_epochs or 1)
-            schedule = LambdaLR(optimizer, lambda step: float(step >= first))
+        schedule = self.lr_scheduler(optimizer) if self.lr_scheduler else LambdaLR(optimizer, self._rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _rate(self, step: int) -> float:
+        """Factor of the learning rate under the recipe.
+
+        The number of steps is asked for after the first one: asking while the optimiser is made would load the data
+        before a checkpoint's position in them is restored.
+        """
+        pretrain = self.hparams["recipe"] == "pretrain"
+        total = int(self.trainer.estimated_stepping_batches) if step else 1
+        if pretrain:
+            return warmup_cosine(step, self.hparams["warmup"], max(total, self.hparams["warmup"] + 1))
+        return float(step > 0 and step >= total // max(1, self.trainer.max_epochs or 1))
 
     # ---------------------------------------------------------------------------------------- pretraining
 
@@ -342,12 +347,20 @@ class GraphPFN(LightningModule):
         if not isinstance(batch, list):
             loss = self._finetune(batch)
             self.log("train/loss", loss, batch_size=1, prog_bar=True)
-            return loss
+            return loss + self._all_weights()
         losses = self._pretrain(batch, self._generators(len(batch), self.global_step))
         losses.pop("accuracy", None)
         names = {f"train/{name}": value for name, value in losses.items()}
         self.log_dict(names, batch_size=len(batch), prog_bar=True, sync_dist=True)
-        return losses["loss"]
+        return losses["loss"] + self._all_weights()
+
+    def _all_weights(self) -> Tensor | float:
+        """Zero, with every trained weight in its graph: a batch without edges, or of one kind of target, leaves some
+        out, which DDP does not allow. FSDP does, and its shards cannot be added to a loss.
+        """
+        if self.device_mesh is not None:
+            return 0.0
+        return 0.0 * sum(p.sum() for p in self.parameters() if p.requires_grad)
 
     def _generators(self, graphs: int, step: int) -> list[torch.Generator]:
         """One for each graph of this rank: randomness that depends on seed, step and place in the global batch."""

@@ -1,0 +1,205 @@
+import json
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import save_file
+
+from datamodules import GraphPrior, NodeClassification
+from lightning_modules import GraphPFN
+
+SMALL = {"width": 16, "heads": 2, "blocks": 1}
+TINY_LIMIX = {"width": 16, "heads": 4, "hidden": 32, "blocks": 1}
+
+
+def trainer(folder, **more) -> Trainer:
+    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(**(settings | {"default_root_dir": folder, "enable_checkpointing": False} | more))
+
+
+def prior(**more) -> GraphPrior:
+    settings = {"nodes": [30, 50], "scm": 0.0}
+    return GraphPrior(settings=settings, batch_size=2, graphs_per_epoch=6, validation_graphs=4, **more)
+
+
+def weights(module: GraphPFN) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.network.parameters()])
+
+
+@pytest.mark.parametrize("layout", ["tiny", "limix16m"])
+def test_pretraining_steps_and_logs(layout, tmp_path):
+    torch.manual_seed(0)
+    sizes = SMALL if layout == "tiny" else TINY_LIMIX
+    features = 0.1 if layout == "limix16m" else 0.0
+    module = GraphPFN(layout, sizes, recipe="pretrain", edge_weight=0.1, feature_weight=features, warmup=2)
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(module, prior())
+    logged = run.callback_metrics
+    assert {"train/loss", "train/prediction", "train/edges", "train/gain", "val/loss", "val/accuracy"} <= logged.keys()
+    total = logged["val/prediction"] + 0.1 * logged["val/edges"] + features * logged.get("val/features", 0)
+    torch.testing.assert_close(logged["val/loss"], total, atol=1e-4, rtol=1e-4)
+    assert run.global_step == 3
+
+
+@pytest.mark.parametrize("layout", ["tiny", "limix16m"])
+def test_only_adapters_learn_when_asked(layout, tmp_path):
+    module = GraphPFN(
+        layout, SMALL if layout == "tiny" else TINY_LIMIX, recipe="pretrain", trained="adapters", warmup=1
+    )
+    module.configure_model()
+    before = {k: v.clone() for k, v in module.network.state_dict().items()}
+    trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(module, prior())
+    changed = {k for k, v in module.network.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed
+    words = (
+        ("graph_attention", "mlps.2", "norms.4", "norms.5")
+        if layout == "tiny"
+        else (".conv.", ".mlp.", "feature_decoder")
+    )
+    assert all(any(word in k for word in words) and ".base.mlp.0" not in k for k in changed)
+
+
+def test_resuming_in_the_middle_of_an_epoch_changes_nothing(tmp_path):
+    def fit(ckpt_path=None):
+        torch.manual_seed(0)
+        module = GraphPFN(sizes=SMALL, recipe="pretrain", edge_weight=0.1, warmup=1)
+        keep = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        run = trainer(tmp_path, max_epochs=2, callbacks=[keep], enable_checkpointing=True)
+        run.fit(module, prior(), ckpt_path=ckpt_path)
+        assert run.global_step == 6
+        return weights(module)
+
+    whole = fit()
+    torch.testing.assert_close(fit(tmp_path / "step=2.ckpt"), whole, atol=0, rtol=0)
+
+
+def test_fine_tuning_is_never_below_in_context(tmp_path):
+    torch.manual_seed(0)
+    module = GraphPFN(sizes=SMALL, learning_rate=1.0, ensemble={"members": 2})  # a rate that destroys the network
+    module.configure_model()
+    start = weights(module)
+    keep = ModelCheckpoint(tmp_path, filename="best", monitor="val/score", mode="max")
+    data = NodeClassification(labels_per_class=2, val_fraction=0.2, steps_per_epoch=3)
+    run = trainer(tmp_path, max_epochs=3, callbacks=[keep], enable_checkpointing=True)
+    run.fit(module, data)
+    assert run.global_step == 9
+    assert not torch.equal(weights(module), start)
+    in_context = GraphPFN(sizes=SMALL, ensemble={"members": 2})
+    in_context.configure_model()
+    torch.nn.utils.vector_to_parameters(start, in_context.network.parameters())
+    (scores,) = trainer(tmp_path).validate(in_context, data, verbose=False)
+    assert keep.best_model_score >= scores["val/score"]
+    (scores,) = trainer(tmp_path).test(module, data, verbose=False)
+    assert 0 <= scores["test/accuracy"] <= 1
+
+
+@pytest.mark.parametrize("classes", [0, 2, 12])
+@pytest.mark.parametrize("layout", ["tiny", "limix16m"])
+def test_fit_and_predict_on_values_and_classes(layout, classes, tmp_path):
+    from torch_geometric.data import Data
+
+    torch.manual_seed(0)
+    n = 60
+    y = torch.rand(n) if classes == 0 else torch.arange(n) % classes
+    if classes == 0:
+        y[:5] = torch.nan
+    else:
+        y[:5] = -1
+    torch.save(Data(x=torch.randn(n, 4), edge_index=torch.randint(n, (2, 90)), y=y), tmp_path / "g.pt")
+    data = NodeClassification(str(tmp_path / "g.pt"), train_fraction=0.5, steps_per_epoch=2)
+    module = GraphPFN(layout, SMALL if layout == "tiny" else TINY_LIMIX, ensemble={"members": 2})
+    run = trainer(tmp_path, max_epochs=2)
+    run.fit(module, data)
+    assert run.callback_metrics["train/loss"].isfinite()
+    (scores,) = run.test(module, data, verbose=False)
+    assert (
+        set(scores)
+        == {
+            0: {"test/r2", "test/score"},
+            2: {"test/accuracy", "test/average_precision", "test/auc", "test/score"},
+            12: {"test/accuracy", "test/score"},
+        }[classes]
+    )
+    (rows,) = run.predict(module, data)
+    assert rows["node"] == ["0", "1", "2", "3", "4"]
+    if classes:
+        assert rows["probability"].shape == (5, classes)
+        torch.testing.assert_close(rows["probability"].sum(1), torch.ones(5))
+        assert set(rows["prediction"]) <= set(data.nodes.class_names)
+    else:
+        assert rows["prediction"].isfinite().all()
+
+
+def test_checkpoints_load_with_nothing_but_the_file(tmp_path):
+    module = GraphPFN(sizes=SMALL, recipe="pretrain", warmup=1)
+    run = trainer(tmp_path, max_epochs=1, limit_val_batches=0)
+    run.fit(module, prior())
+    run.save_checkpoint(tmp_path / "m.ckpt")
+    loaded = GraphPFN.load_from_checkpoint(tmp_path / "m.ckpt", weights_only=True)
+    assert torch.equal(weights(loaded), weights(module))
+    started = GraphPFN(sizes=SMALL)
+    started.configure_model()
+    started.load_weights_from(str(tmp_path / "m.ckpt"))
+    assert torch.equal(weights(started), weights(module))
+
+
+def test_pretrained_folders(tmp_path):
+    module = GraphPFN(sizes=SMALL)
+    module.save_pretrained(tmp_path / "p")
+    assert json.loads((tmp_path / "p" / "config.json").read_text())["format"] == 1
+    assert torch.equal(weights(GraphPFN.from_pretrained(tmp_path / "p")), weights(module))
+
+
+def test_published_files_load(tmp_path):
+    source = GraphPFN("limix16m", TINY_LIMIX)
+    source.configure_model()
+    for parameter in source.network.parameters():
+        torch.nn.init.normal_(parameter)
+    adapters = {id(p) for p in source.adapter_parameters()} - {
+        id(p) for p in source.network.feature_decoder.parameters()
+    }
+    named = dict(source.network.named_parameters())
+    save_file(
+        {k.replace(".base.", ".", 1): v.data for k, v in named.items() if id(v) not in adapters},
+        tmp_path / "b.safetensors",
+    )
+    prefixed = {"tfm.module." + k: v.data for k, v in named.items() if id(v) in adapters}
+    torch.save({"state_dict": prefixed}, tmp_path / "a.pt")
+    module = GraphPFN("limix16m", TINY_LIMIX)
+    module.configure_model()
+    module.load_weights_from([str(tmp_path / "b.safetensors"), str(tmp_path / "a.pt")])
+    assert torch.equal(weights(module), weights(source))
+    with pytest.raises(ValueError, match=r"lacks \d+ tensors of the backbone"):
+        module.load_weights_from(str(tmp_path / "a.pt"))
+    save_file({"strange": torch.zeros(1)}, tmp_path / "c.safetensors")
+    with pytest.raises(ValueError, match="does not fit layout limix16m: strange"):
+        module.load_weights_from(str(tmp_path / "c.safetensors"))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        module.load_weights_from("nowhere.safetensors")
+
+
+def test_what_cannot_be_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="no size widht; it has width"):
+        GraphPFN(sizes={"widht": 3})
+    with pytest.raises(ValueError, match="the ensemble has no setting member"):
+        GraphPFN(ensemble={"member": 3})
+    with pytest.raises(ValueError, match="edge_rate 1.5"):
+        GraphPFN(edge_rate=1.5)
+    module = GraphPFN(sizes=SMALL, memory_gb=1e-5)
+    x, y, context = torch.randn(50, 3), torch.zeros(50).long(), torch.arange(50) < 5
+    with pytest.raises(ValueError, match=r"on 50 nodes, 3 columns and 0 edges needs about 0\.1 GB, above memory_gb"):
+        module.predict_nodes(x, None, y, context, 2)
+    with pytest.raises(ValueError, match="no node is labelled"):
+        module.predict_nodes(x, None, y, torch.zeros(50, dtype=torch.bool), 2)
+
+
+def test_a_labelled_query_node_does_not_see_its_own_label():
+    torch.manual_seed(0)
+    module = GraphPFN(sizes=SMALL, ensemble={"members": 2})
+    x, context = torch.randn(20, 3), torch.arange(20) < 6
+    y = torch.arange(20) % 2
+    changed = torch.where(context, y, 1 - y)
+    edges = torch.tensor([[0, 7, 7, 8], [7, 0, 8, 7]])
+    one, two = (module.predict_nodes(x, edges, t, context, 2) for t in (y, changed))
+    assert torch.equal(one, two)

@@ -1,0 +1,218 @@
+import csv
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from datamodules import NodeClassification
+from datamodules.nodes import clean_edges, kind_of, prepare_column, read_data, structure_columns
+
+
+def write(folder, nodes, edges):
+    folder.mkdir(exist_ok=True)
+    for name, rows in (("nodes", nodes), ("edges", edges)):
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows(rows)
+    return str(folder)
+
+
+HEADER = ["id", "age", "share", "town", "label"]
+NODES = [
+    ["a", "10", "0.1", "Rome", "yes"],
+    ["b", "20", "0.2", "", "no"],
+    ["c", "", "0.7", "Bern", "yes"],
+    ["d", "40", "0.8", "Rome", "no"],
+    ["e", "50", "0.9", "Rome", ""],
+    ["f", "60", "0.5", "Bern", "yes"],
+]
+EDGES = [["source", "target"], ["a", "b"], ["b", "a"], ["c", "c"], ["a", "c"], ["d", "e"], ["d", "e"]]
+
+
+def test_a_users_tables(tmp_path, caplog):
+    data = NodeClassification(write(tmp_path / "g", [HEADER, *NODES], EDGES), labels_per_class=1, val_fraction=0.3)
+    data.setup()
+    nodes = data.nodes
+    assert nodes.class_names == ["no", "yes"]
+    assert nodes.y.tolist() == [1, 0, 1, 0, -1, 1]
+    assert nodes.node == list("abcdef")
+    assert nodes.x.isfinite().all()
+    assert {tuple(e) for e in nodes.edge_index.T.tolist()} == {(0, 1), (1, 0), (0, 2), (2, 0), (3, 4), (4, 3)}
+    said = "\n".join(data.said)
+    for words in (
+        "1 loops and 1 duplicates",
+        "age: numeric",
+        "1 missing",
+        "share: fraction",
+        "town: categorical",
+        "1 nodes unlabelled",
+    ):
+        assert words in said
+    parts = torch.stack([data.parts[p] for p in ("train", "val", "test")]).int()
+    assert parts.sum(0).tolist() == [1, 1, 1, 1, 0, 1]
+    batch = next(iter(data.predict_dataloader()))
+    assert batch.query.tolist() == [False, False, False, False, True, False]
+    assert (batch.context | batch.query).all()
+
+
+def test_parquet_reads_like_csv(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    write(tmp_path / "g", [HEADER, *NODES], EDGES)
+    expected = NodeClassification(str(tmp_path / "g"), labels_per_class=1)
+    expected.setup()
+    columns = {
+        k: [None if v == "" else v for v in values] for k, values in zip(HEADER, zip(*NODES, strict=True), strict=True)
+    }
+    columns["age"] = [None if v is None else float(v) for v in columns["age"]]
+    (tmp_path / "g" / "nodes.csv").unlink()
+    parquet.write_table(pa.table(columns), tmp_path / "g" / "nodes.parquet")
+    data = NodeClassification(str(tmp_path / "g"), labels_per_class=1)
+    data.setup()
+    assert torch.equal(data.nodes.x, expected.nodes.x)
+    assert torch.equal(data.nodes.y, expected.nodes.y)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "words"),
+    [
+        ([HEADER, *NODES], [["source", "target"], ["a", "zz"]], "joins node 'zz'"),
+        ([HEADER, *NODES, NODES[0]], EDGES, "'a' more than once"),
+        ([HEADER, *[[*r[:4], ""] for r in NODES]], EDGES, "no node has a label"),
+        ([HEADER, *[[*r[:4], "yes"] for r in NODES]], EDGES, "all labelled nodes are of one class"),
+        ([["id", "age", "label"], *[[r[0], "3", r[4]] for r in NODES]], EDGES, "constant or ignored"),
+        ([HEADER, NODES[0], ["b", "2"]], EDGES, "line 3: 2 cells"),
+        ([["name", "label"], ["a", "x"]], EDGES, "no column for the nodes' ids"),
+        ([HEADER, *NODES], [["left", "right"], ["a", "b"]], "no column for an end of the edges"),
+    ],
+)
+def test_what_is_wrong_with_tables_is_named(tmp_path, nodes, edges, words):
+    with pytest.raises(ValueError, match=words):
+        NodeClassification(write(tmp_path / "g", nodes, edges), labels_per_class=1).setup()
+
+
+def test_a_class_without_training_node_is_named(tmp_path):
+    header = [*HEADER, "split"]
+    split = ["train", "test", "train", "test", "", "val"]
+    nodes = [[*row, part] for row, part in zip(NODES, split, strict=True)]
+    with pytest.raises(ValueError, match="class 'no' has no training node"):
+        NodeClassification(write(tmp_path / "g", [header, *nodes], EDGES)).setup()
+
+
+def test_columns_can_be_overruled(tmp_path):
+    folder = write(tmp_path / "g", [HEADER, *NODES], EDGES)
+    data = NodeClassification(folder, columns={"age": "categorical", "share": "ignore"}, labels_per_class=1)
+    data.setup()
+    assert "age: categorical" in "\n".join(data.said)
+    assert "share" not in "\n".join(data.said)
+    with pytest.raises(ValueError, match="no column agee"):
+        NodeClassification(folder, columns={"agee": "numeric"}, labels_per_class=1).setup()
+    with pytest.raises(ValueError, match="town holds words"):
+        NodeClassification(folder, columns={"town": "numeric"}, labels_per_class=1).setup()
+
+
+def graph(n=40, f=6, **more):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, f, generator=generator)
+    edges = torch.randint(n, (2, 80), generator=generator)
+    return Data(x=x, edge_index=edges, y=torch.arange(n) % 3, **more)
+
+
+def test_a_saved_data_object(tmp_path):
+    torch.save(graph(), tmp_path / "g.pt")
+    data = NodeClassification(str(tmp_path / "g.pt"), labels_per_class=4)
+    data.setup()
+    assert data.nodes.classes == 3
+    assert [int(data.parts[p].sum()) for p in ("train", "val", "test")] == [12, 3, 25]
+    again = NodeClassification(str(tmp_path / "g.pt"), labels_per_class=4)
+    again.setup()
+    assert all(torch.equal(data.parts[p], again.parts[p]) for p in data.parts)
+    other = NodeClassification(str(tmp_path / "g.pt"), labels_per_class=4, seed=1)
+    other.setup()
+    assert not torch.equal(data.parts["train"], other.parts["train"])
+
+
+def test_given_splits_and_values(tmp_path):
+    masks = {
+        f"{p}_mask": torch.stack([(torch.arange(40) + i) % 3 == k for i in range(2)], 1)
+        for k, p in enumerate(("train", "val", "test"))
+    }
+    object_ = graph(**masks)
+    object_.y = torch.linspace(0, 1, 40)
+    torch.save(object_, tmp_path / "g.pt")
+    data = NodeClassification(str(tmp_path / "g.pt"), split_index=1)
+    data.setup()
+    assert data.nodes.classes == 0
+    assert torch.equal(data.parts["val"], masks["val_mask"][:, 1])
+    with pytest.raises(ValueError, match="has 2 splits"):
+        NodeClassification(str(tmp_path / "g.pt"), split_index=2).setup()
+
+
+class Harmful:
+    def __reduce__(self):
+        return (print, ("executed",))
+
+
+def test_a_file_that_executes_code_is_refused(tmp_path, capsys):
+    torch.save({"x": Harmful()}, tmp_path / "bad.pt")
+    with pytest.raises(ValueError, match="refused"):
+        read_data(tmp_path / "bad.pt")
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_karate_needs_no_download():
+    data = NodeClassification()
+    data.prepare_data()
+    data.setup()
+    assert data.nodes.x.shape == (34, 10)
+    assert data.nodes.classes == 4
+    assert len(list(data.train_dataloader())) == 10
+
+
+def test_unknown_sources_are_named():
+    with pytest.raises(ValueError, match="did you mean Planetoid"):
+        NodeClassification("Planetiod/Cora").setup()
+    with pytest.raises(FileNotFoundError, match="no file"):
+        NodeClassification("nowhere.pt").setup()
+
+
+def test_clean_edges():
+    edges, said = clean_edges(np.array([[0, 1, 2, 2, 0], [1, 0, 2, 3, 1]]), 4)
+    assert {tuple(e) for e in edges.T.tolist()} == {(0, 1), (1, 0), (2, 3), (3, 2)}
+    assert said.startswith("5 edges given: 1 loops and 1 duplicates removed, 1 of one direction made undirected, 2")
+    assert clean_edges(np.empty((2, 0), dtype=np.int64), 4)[0].shape == (2, 0)
+
+
+def test_columns_are_prepared_by_kind():
+    rng = np.random.default_rng(0)
+    skewed = np.exp(3 * rng.standard_normal(500))
+    normal = prepare_column(skewed, "numeric", False, 0)[:, 0]
+    assert abs(normal.mean()) < 0.1
+    assert 0.9 < normal.std() < 1.2
+    assert (np.argsort(normal[np.argsort(skewed)]) == np.arange(500)).mean() > 0.9
+    uniform = prepare_column(rng.random(500) ** 3, "fraction", False, 0)
+    assert 0 <= uniform.min() < 0.01 < 0.99 < uniform.max() <= 1
+    words = np.array(["b", None, "a", "b"], dtype=object)
+    assert prepare_column(words, "categorical", False, 0).tolist() == [[1], [1], [0], [1]]
+    assert prepare_column(words, "categorical", True, 0).tolist() == [[0, 1], [0, 1], [1, 0], [0, 1]]
+    holes = np.array([1.0, np.inf, np.nan, 1.0, 2.0])
+    assert np.isfinite(prepare_column(holes, "numeric", False, 0)).all()
+    assert [kind_of(v) for v in (words, skewed, np.array([0, 0.5, 1.0]), np.array([0.0, 1, 1]))] == [
+        "categorical",
+        "numeric",
+        "fraction",
+        "numeric",
+    ]
+
+
+def test_laplacian_eigenvectors():
+    n = 12
+    nodes = np.arange(n)
+    edges = np.concatenate([[nodes, np.roll(nodes, 1)], [np.roll(nodes, 1), nodes]], axis=1)
+    columns = structure_columns(edges, n, 2)
+    np.testing.assert_allclose(columns[:, 0], np.log(3))
+    adjacency = np.zeros((n, n))
+    adjacency[tuple(edges)] = 0.5
+    for v in columns[:, 2:].T:
+        np.testing.assert_allclose(adjacency @ v, np.cos(2 * np.pi / n) * v, atol=1e-6)
