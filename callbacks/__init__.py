@@ -6,6 +6,7 @@ _HOME = {
     "Compile": "compile",
     "EMA": "ema",
     "ExpertLoad": "expert_load",
+    "FederatedPictures": "federated_pictures",
     "MetricsCsv": "run_folder",
     "PredictionWriter": "predictions",
     "Rollouts": "rollouts",

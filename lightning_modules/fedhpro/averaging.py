@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 State = Mapping[str, Tensor]
 
@@ -21,6 +22,41 @@ def unflatten(vector: Tensor, like: State) -> dict[str, Tensor]:
             result[name] = vector[start : start + value.numel()].view(value.shape).to(value.dtype)
             start += value.numel()
     return result
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor, or the tensor itself, without gradient."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_state(network: nn.Module) -> dict[str, Tensor]:
+    """The state dict, of sharded entries this rank's shards; the tensors share the network's memory."""
+    return {name: local(tensor) for name, tensor in network.state_dict().items()}
+
+
+@torch.no_grad()
+def step_towards(network: nn.Module, average: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """One step of the server's optimiser from the current weights towards the clients' average.
+
+    The gradient is `current - average` (Reddi et al., ICLR 2021), so plain SGD with learning rate 1 ends at the
+    average. Floating buffers (BatchNorm statistics) take the average itself; integer ones stay.
+
+    Args:
+        network: The global model, changed in place.
+        average: `(p,)` float64, as `flatten` orders the network's state (this rank's shards).
+        optimizer: Of the network's parameters.
+    """
+    state = local_state(network)
+    target = unflatten(average, state)
+    for name, parameter in network.named_parameters():
+        parameter.grad = torch.empty_like(parameter)
+        local(parameter.grad).copy_(state[name] - target[name])
+    optimizer.step()
+    optimizer.zero_grad()
+    for name, buffer in network.named_buffers():
+        if name in target:
+            buffer.copy_(target[name])
 
 
 def weighted_average(states: Iterable[State], sizes: Iterable[int]) -> dict[str, Tensor]:

@@ -1,7 +1,9 @@
 """FedHPro and its baselines as a LightningModule: one epoch is one round."""
 
 import copy
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -10,14 +12,17 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.strategies import FSDPStrategy
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from lightning_modules.fedhpro.averaging import assign, flatten, unflatten
+from lightning_modules.fedhpro.averaging import assign, flatten, local_state, step_towards
 from lightning_modules.fedhpro.clients import Client, ClientReport, LocalTraining, train_client
 from lightning_modules.fedhpro.network import build_network
 from lightning_modules.fedhpro.strategies import HyperPrototypes, build_strategy, head_of, strategy_class
+from lightning_modules.hub import read_config
+
+FORMAT = 1  # of what save_pretrained writes
 
 
 class Round(Protocol):
@@ -155,15 +160,15 @@ class FedHPro(LightningModule):
             )
         scratch = self._scratch[0] = self._scratch[0].to(self.device)
         received = head_of(self.network)
-        weights = torch.zeros_like(flatten(_local_state(self.network)))
+        weights = torch.zeros_like(flatten(local_state(self.network)))
         sent = {n: self._zeros(len(batch.clients), s) for n, s in self.strategy.sends.items()}
         # one row per client: loss, accuracy and figures, times the number of images, and that number
         table = torch.zeros(len(batch.clients), 3 + len(self.strategy.figures), device=self.device, dtype=torch.double)
         part = (self.global_rank, self.trainer.world_size) if self.device_mesh is not None else (0, 1)
         for slot, client in self._own_clients(batch):
-            _copy(_local_state(self.network), _local_state(scratch))
+            _copy(local_state(self.network), local_state(scratch))
             report = train_client(scratch, client, self.strategy, self.training_plan, batch.number, part)
-            weights += flatten(_local_state(scratch)) * len(client.labels)
+            weights += flatten(local_state(scratch)) * len(client.labels)
             figures = [report.figures[name] for name in self.strategy.figures]
             table[slot] = torch.tensor([report.loss, report.accuracy, *figures, 1.0]) * report.images
             self._check_sent(report)
@@ -176,9 +181,8 @@ class FedHPro(LightningModule):
             sent = {name: total[0] for name, total in sent.items()}
         sizes = torch.tensor([len(c.labels) for c in batch.clients], device=self.device, dtype=torch.double)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            self._step_towards(weights / sizes.sum())
-            draws = torch.Generator().manual_seed(hash((self.hparams["seed"], batch.number, -1)) % 2**63)
-            figures = self.strategy.server(self.network, received, sent, draws)
+            step_towards(self.network, weights / sizes.sum(), self.optimizers())
+            figures = self.strategy.server(self.network, received, sent, self.draws(batch.number))
         self._log_round(batch, sizes, table[:, :-1] / table[:, -1:], figures)
 
     def _zeros(self, clients: int, shape: tuple[int, ...]) -> Tensor:
@@ -202,19 +206,9 @@ class FedHPro(LightningModule):
         if got != self.strategy.sends:
             raise ValueError(f"strategy {self.hparams['strategy']} sends {got}, but declares {self.strategy.sends}")
 
-    def _step_towards(self, average: Tensor) -> None:
-        """One step of the server optimiser on `(received - average)`; buffers take the average itself."""
-        state = _local_state(self.network)
-        target = unflatten(average, state)
-        for name, parameter in self.network.named_parameters():
-            parameter.grad = torch.empty_like(parameter)
-            _local(parameter.grad).copy_(state[name] - target[name])
-        optimizer = self.optimizers()
-        optimizer.step()
-        optimizer.zero_grad()
-        for name, buffer in self.network.named_buffers():
-            if name in target:
-                buffer.copy_(target[name])
+    def draws(self, number: int) -> torch.Generator:
+        """The generator of the server's draws in a round; the same on every rank."""
+        return torch.Generator().manual_seed(hash((self.hparams["seed"], number, -1)) % 2**63)
 
     def _log_round(self, batch: Round, sizes: Tensor, table: Tensor, figures: dict[str, float]) -> None:
         share = sizes / sizes.sum()
@@ -321,6 +315,34 @@ class FedHPro(LightningModule):
 
     # ------------------------------------------------------------------------------------------- checkpoints
 
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the global model: `model.safetensors` (network and the strategy's server state) and `config.json`."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}
+        save_file(state, folder / "model.safetensors")
+        config = {"class": "FedHPro", "format": FORMAT}
+        # neither the optimisers, which are functions, nor what LightningCLI adds
+        config |= {k: v for k, v in self.hparams.items() if not k.startswith("_") and not k.endswith("_optimizer")}
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path) -> "FedHPro":
+        """Read what `save_pretrained` wrote.
+
+        Args:
+            source: a folder, or an id on the Hugging Face hub.
+
+        Raises:
+            FileNotFoundError: if there is no such folder.
+            ValueError: if another class or a newer version wrote it.
+        """
+        folder, config = read_config(source, "FedHPro", FORMAT)
+        model = cls(**config)
+        model.configure_model()
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+        return model.eval()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what clients remember (MOON's models), gathered from all ranks."""
         states = [self.strategy.client_states]
@@ -340,15 +362,6 @@ class FedHPro(LightningModule):
             if stored[name] != self.hparams[name]:
                 raise ValueError(f"the checkpoint has {name} {stored[name]}, this run {self.hparams[name]}")
         self.strategy.client_states = checkpoint["client_states"]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _local_state(network: nn.Module) -> dict[str, Tensor]:
-    return {name: _local(tensor.detach()) for name, tensor in network.state_dict().items()}
 
 
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

@@ -147,8 +147,13 @@ def test_learns_and_predicts(tmp_path):
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     loaded = FedHPro.load_from_checkpoint(tmp_path / "a.ckpt")
     assert torch.equal(toys.weights(loaded), toys.weights(model))
+    model.save_pretrained(tmp_path / "model")
+    shared = FedHPro.from_pretrained(tmp_path / "model")
     images = torch.randn(3, 1, 8, 8)
     assert torch.equal(loaded.eval()(images), model.eval()(images))
+    assert torch.equal(shared(images), model(images))
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        FedHPro.from_pretrained(tmp_path)
 
 
 def test_domains_are_logged_apart(tmp_path):
