@@ -355,8 +355,10 @@ class GraphPFN(LightningModule):
         return losses["loss"] + self._all_weights()
 
     def _all_weights(self) -> Tensor | float:
-        """Zero, with every trained weight in its graph: a batch without edges, or of one kind of target, leaves some
-        out, which DDP does not allow. FSDP does, and its shards cannot be added to a loss.
+        """Zero, with every trained weight in its graph.
+
+        A batch without edges, or of one kind of target, leaves some weights out, which DDP does not allow. FSDP does,
+        and its shards cannot be added to a loss.
         """
         if self.device_mesh is not None:
             return 0.0
