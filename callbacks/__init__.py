@@ -7,6 +7,7 @@ _HOME = {
     "EMA": "ema",
     "ExpertLoad": "expert_load",
     "FederatedPictures": "federated_pictures",
+    "GraphEvaluation": "graph_evaluation",
     "MetricsCsv": "run_folder",
     "PredictionWriter": "predictions",
     "Rollouts": "rollouts",

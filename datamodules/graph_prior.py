@@ -9,12 +9,14 @@ Source: GraphPFN (arXiv 2509.21489), `graphpfn` 0.1.1, version 1.3 of the releas
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from numpy.random import Generator, Philox
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -33,10 +35,12 @@ from datamodules.graph_structure import (
     block_model,
     both_directions,
     geometric_graph,
+    graph_statistics,
     largest_component,
     simple_pairs,
     two_level_graph,
 )
+from datamodules.nodes import NodeClassification, Nodes
 from datamodules.order import Draw, GlobalBatches, Loader, ranks
 
 
@@ -527,6 +531,7 @@ class GraphPrior(LightningDataModule):
         validation_graphs: fixed graphs for validation.
         num_workers: processes that draw graphs; 0 draws them in the training process.
         seed: of all graphs.
+        real: real graphs to look at during pretraining, each the arguments of a `NodeClassification`.
     """
 
     def __init__(
@@ -538,6 +543,7 @@ class GraphPrior(LightningDataModule):
         validation_graphs: int = 64,
         num_workers: int = 0,
         seed: int = 0,
+        real: list[dict[str, Any]] | None = None,
     ) -> None:
         super().__init__()
         kind = SmallPrior if prior == "small" else PaperPrior
@@ -553,6 +559,8 @@ class GraphPrior(LightningDataModule):
         self.validation_graphs = validation_graphs
         self.num_workers = num_workers
         self.seed = seed
+        self.real = real or []
+        self._real: dict[str, Nodes] = {}
 
     def sample(self, index: int) -> GraphTask:
         """Draw graph number `index` (0 to 2**62)."""
@@ -577,3 +585,31 @@ class GraphPrior(LightningDataModule):
     def val_dataloader(self) -> Loader:
         """The same graphs every time."""
         return self._loader(self._validation, self.validation_graphs, False)
+
+    def real_graphs(self) -> dict[str, Nodes]:
+        """The real graphs by name; training nodes are the context, validation nodes the query."""
+        if not self._real:
+            for settings in self.real:
+                data = NodeClassification(**settings)
+                data.setup()
+                name = Path(data.source).stem.lower()
+                self._real[name] = data.nodes._replace(context=data.parts["train"], query=data.parts["val"])
+        return self._real
+
+    def statistics(self, count: int) -> tuple[dict[str, NDArray], dict[str, dict[str, float]]]:
+        """Statistics of the first `count` synthetic graphs that have edges, and of the real ones.
+
+        Returns:
+            Statistic -> values, and name -> statistic -> value; see `graph_statistics`.
+        """
+        rows = []
+        for i in range(count):
+            task = self.sample(i)
+            if task.edge_index.shape[1]:
+                rows.append(graph_statistics(task.edge_index.numpy(), task.y.numpy(), len(task.y)))
+        prior = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+        real = {
+            name: graph_statistics(nodes.edge_index.numpy(), nodes.y.numpy(), len(nodes.y))
+            for name, nodes in self.real_graphs().items()
+        }
+        return prior, real

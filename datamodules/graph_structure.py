@@ -6,10 +6,12 @@ the generator it is given and nothing else.
 Source: prior of GraphPFN (arXiv 2509.21489), `graphpfn` 0.1.1, version 1.3 of the released configuration.
 """
 
+import math
+
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import connected_components
 
 Ints = NDArray[np.int64]
@@ -283,3 +285,35 @@ def geometric_graph(rng: Generator, position: Floats, average_degree: float) -> 
     m = min(max(round(n * average_degree / 2), 1), len(score) - 1)
     nearest = np.argpartition(score, m)[:m]
     return simple_pairs(low[nearest], high[nearest], n)
+
+
+def graph_statistics(edges: Ints, y: Ints | Floats, n: int) -> dict[str, float]:
+    """Mean degree, mean local clustering, and adjusted homophily.
+
+    Args:
+        edges: (2, m) both directions.
+        y: classes of all nodes, below 0 where unknown; values have no homophily.
+        n: number of nodes.
+
+    Returns:
+        Clustering counts nodes of degree below 2 as 0. Adjusted homophily (Platonov et al., 2023) is
+        (h - s) / (1 - s) with h the share of edges within classes and s its expectation given the degrees; NaN for
+        values, or without an edge between known nodes.
+    """
+    adjacency = csr_array((np.ones(edges.shape[1]), (edges[1], edges[0])), shape=(n, n))
+    degree = np.bincount(edges[1], minlength=n)
+    closed = (adjacency @ adjacency).multiply(adjacency).sum(1)
+    clustering = np.where(degree > 1, closed / np.maximum(degree * (degree - 1), 1), 0)
+    homophily = math.nan
+    if y.dtype.kind == "i":
+        ends = y[edges]
+        ends = ends[:, (ends >= 0).all(0)]
+        if ends.size:
+            expected = ((np.bincount(ends[0]) / ends.shape[1]) ** 2).sum()
+            if expected < 1:
+                homophily = ((ends[0] == ends[1]).mean() - expected) / (1 - expected)
+    return {
+        "mean_degree": edges.shape[1] / n,
+        "clustering": float(clustering.mean()),
+        "adjusted_homophily": float(homophily),
+    }

@@ -6,6 +6,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
 
+from callbacks import GraphEvaluation
 from datamodules import GraphPrior, NodeClassification
 from lightning_modules import GraphPFN
 
@@ -149,6 +150,16 @@ def test_pretrained_folders(tmp_path):
     module.save_pretrained(tmp_path / "p")
     assert json.loads((tmp_path / "p" / "config.json").read_text())["format"] == 1
     assert torch.equal(weights(GraphPFN.from_pretrained(tmp_path / "p")), weights(module))
+
+
+def test_real_graphs_are_watched_and_drawn(tmp_path):
+    module = GraphPFN(sizes=SMALL, recipe="pretrain", warmup=1, ensemble={"members": 1})
+    data = prior(real=[{"source": "karate", "labels_per_class": 2, "val_fraction": 0.5}])
+    run = trainer(tmp_path, max_epochs=2, limit_train_batches=1, callbacks=[GraphEvaluation(graphs=5)])
+    run.fit(module, data)
+    assert 0 <= run.callback_metrics["real/karate"] <= 1
+    assert len(run.callbacks[0].curves["karate"]) == 2
+    assert {p.name for p in (tmp_path / "plots").iterdir()} == {"in_context.png", "prior_statistics.png"}
 
 
 def test_published_files_load(tmp_path):

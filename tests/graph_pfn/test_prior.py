@@ -15,6 +15,7 @@ from datamodules.graph_structure import (
     degrees,
     expected_edges,
     geometric_graph,
+    graph_statistics,
     largest_component,
     normalised_propensity,
     random_partition,
@@ -165,6 +166,15 @@ def test_geometric_graph_joins_near_points():
     length = np.linalg.norm(position[pairs[0]] - position[pairs[1]], axis=1)
     everyone = np.linalg.norm(position[:, None] - position, axis=2)
     assert length.mean() < 0.4 * everyone.mean()
+
+
+def test_statistics_of_two_triangles():
+    pairs = np.array([[0, 1, 0, 3, 4, 3], [1, 2, 2, 4, 5, 5]])
+    edges = np.concatenate([pairs, pairs[::-1]], axis=1)
+    found = graph_statistics(edges, np.array([0, 0, 0, 1, 1, 1]), 6)
+    assert found == {"mean_degree": 2.0, "clustering": 1.0, "adjusted_homophily": 1.0}
+    assert graph_statistics(edges, np.array([0, 1, 0, 1, 0, -1]), 6)["adjusted_homophily"] < 0.2
+    assert math.isnan(graph_statistics(edges, np.ones(6), 6)["adjusted_homophily"])
 
 
 def test_dense_and_sparse_attention_agree():
