@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
-from callbacks.spiking_report import OPEN_LOOP
 from datamodules import ImageClassification
 from lightning_modules import AnnSnn
 from lightning_modules.ann_snn.conversion import convert, simulate
@@ -30,10 +29,15 @@ from lightning_modules.ann_snn.conversion import convert, simulate
 RESULTS = Path(__file__).parent / "results" / "ann_snn"
 TIME_STEPS = [1, 2, 4, 8, 16, 32]
 LAYER = {"conversion": "layer", "percentile": 99.9}
-CHANNEL = {"conversion": "channel", "percentile": 100.0, "half_threshold": True}
+CHANNEL = {"conversion": "channel", "percentile": 99.0, "half_threshold": True}
+OPEN_LOOP = {  # percentile 99 was the best of 99, 99.9 and 100 on validation images
+    "open_layer": {"mode": "layer", "percentile": 99.9},
+    "open_channel_max": {"mode": "channel", "percentile": 100.0, "half_threshold": True},
+    "open_channel": {"mode": "channel", "percentile": 99.0, "half_threshold": True},
+}
 ROWS: dict[str, dict[str, Any]] = {
     # the whole method, from both starts, at one T and with T drawn for each batch
-    "closed": {**CHANNEL, "time_steps": [4, 8, 16, 32]},
+    "closed": {**CHANNEL, "time_steps": [4, 8, 16]},
     "closed_t8": {**CHANNEL, "time_steps": 8},
     "layer_closed_t8": {**LAYER, "time_steps": 8},
     # its terms, from the paper's start at T = 8
@@ -46,8 +50,9 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 WHAT = {
     "open_layer": "open loop, per layer, 99.9 %",
-    "open_channel": "open loop, per channel, half threshold",
-    "closed": "closed loop, per-channel start, T drawn from 4, 8, 16, 32",
+    "open_channel_max": "open loop, per channel, maximum, half threshold",
+    "open_channel": "open loop, per channel, 99 %, half threshold (the strongest)",
+    "closed": "closed loop, per-channel start, T drawn from 4, 8, 16",
     "closed_t8": "closed loop, per-channel start, T = 8",
     "layer_closed_t8": "closed loop, per-layer start, T = 8 (adaptive weights)",
     "layer_ce_only_t8": "... CE only (alpha 0)",
@@ -116,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
     common = {"command": " ".join(sys.argv), "budget": budget}
     source = {"network": options.network, "network_args": {"depth": options.depth}, "weights": options.weights}
     data = make_data(options, 0)
-    for name, settings in [("ann", None), *((f"open_{k['mode']}", k) for k in OPEN_LOOP.values())]:
+    for name, settings in [("ann", None), *OPEN_LOOP.items()]:
         path = folder / f"{name}.json"
         if path.exists() or 0 not in options.seeds:
             continue

@@ -73,7 +73,7 @@ class AnnSnn(LightningModule):
         train_fused_bias: train the biases that come from folding BatchNorm (frozen in the authors' code).
         train_threshold: train the thresholds.
         train_v0: train the membranes' start, per channel.
-        memory_optimised: recompute neurons in the backward pass instead of keeping their membranes.
+        memory_optimised: recompute currents and membranes in the backward pass instead of keeping them.
         optimizer: by default Adam with learning rate 1e-5, as in the paper.
         lr_scheduler: stepped once per epoch; none by default.
         init_from: a checkpoint of this class whose weights to start from, instead of a conversion.
@@ -155,6 +155,7 @@ class AnnSnn(LightningModule):
             return (_image(batch).to(device) for batch in islice(batches, n))
 
         self.student = convert(self.teacher, images(self.hparams["calibration_batches"]), **self._conversion_settings())
+        self.student.memory_optimised = self.hparams["memory_optimised"]
         self.input_shape = list(_image(next(iter(batches))).shape[1:])
         few = self.hparams["weight_batches"]
         weights = torch.stack([self.measure_weights(images(few), t) for t in self.time_steps])
@@ -164,6 +165,7 @@ class AnnSnn(LightningModule):
         """The same structure without data, for a checkpoint to fill."""
         self.teacher = self.build_source(with_weights=False)
         self.student = rebuild(self.teacher, input_shape, **self._conversion_settings())
+        self.student.memory_optimised = self.hparams["memory_optimised"]
         self.input_shape = list(input_shape)
         self.register_buffer("layer_weights", torch.zeros(len(self.time_steps), len(self.student.monitored)))
 
