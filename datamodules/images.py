@@ -7,6 +7,7 @@ import sys
 import tempfile
 import urllib.error
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,9 @@ DOWNLOADS = {
     "cifar10": ("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), (50_000, 10_000)),
     "cifar100": ("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), (50_000, 10_000)),
     "fashion_mnist": ("FashionMNIST", (0.2860,), (0.3530,), (60_000, 10_000)),
+    "mnist": ("MNIST", (0.1307,), (0.3081,), (60_000, 10_000)),
+    "usps": ("USPS", (0.2469,), (0.2989,), (7_291, 2_007)),
+    "svhn": ("SVHN", (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970), (73_257, 26_032)),
 }
 
 
@@ -145,10 +149,11 @@ def augment(pixels: Tensor, steps: tuple[str, ...], numbers: Tensor) -> Tensor:
         padded = F.pad(pixels, (pad,) * 4)
         top = (numbers[:, 0] * (2 * pad + 1)).long()
         left = (numbers[:, 1] * (2 * pad + 1)).long()
-        rows = (top[:, None] + torch.arange(h))[:, None, :, None]  # b 1 h 1
-        columns = (left[:, None] + torch.arange(w))[:, None, None, :]  # b 1 1 w
-        channels = torch.arange(pixels.shape[1])[None, :, None, None]
-        pixels = padded[torch.arange(b)[:, None, None, None], channels, rows, columns]
+        count = partial(torch.arange, device=pixels.device)
+        rows = (top[:, None] + count(h))[:, None, :, None]  # b 1 h 1
+        columns = (left[:, None] + count(w))[:, None, None, :]  # b 1 1 w
+        channels = count(pixels.shape[1])[None, :, None, None]
+        pixels = padded[count(b)[:, None, None, None], channels, rows, columns]
     if "flip" in steps:
         pixels = torch.where(numbers[:, 2, None, None, None] < 0.5, pixels.flip(-1), pixels)
     if "autoaugment" in steps:
@@ -172,9 +177,10 @@ class ImageClassification(LightningDataModule):
 
     Args:
         source: `digits` (1,797 scans of 8x8, in scikit-learn; a fixed fifth is the test split), `cifar10`,
-            `cifar100` or `fashion_mnist` (downloaded once into `data_dir`), an `.npz` file in the layout of MedMNIST
-            (`train_images` uint8 `[n, h, w]` or `[n, h, w, c]`, `train_labels` `[n]` or `[n, 1]`, the same for `test_`
-            and, if there, `val_`), or a folder with `train/<class>/*.jpg`, `test/<class>/*.jpg` and, if there, `val/`.
+            `cifar100`, `fashion_mnist`, `mnist`, `usps` or `svhn` (downloaded once into `data_dir`), an `.npz` file in
+            the layout of MedMNIST (`train_images` uint8 `[n, h, w]` or `[n, h, w, c]`, `train_labels` `[n]` or
+            `[n, 1]`, the same for `test_` and, if there, `val_`), or a folder with `train/<class>/*.jpg`,
+            `test/<class>/*.jpg` and, if there, `val/`.
         data_dir: where downloads are kept.
         batch_size: images per batch over all ranks together.
         val_fraction: part of the training images that validates, in (0, 1).
@@ -441,16 +447,18 @@ def download(source: str, data_dir: Path) -> Path:
     work = Path(tempfile.mkdtemp(prefix=f".{source}-", dir=data_dir))
     try:
         with _short_timeout():
+            how = {s: {"split": s} if source == "svhn" else {"train": s == "train"} for s in ("train", "test")}
             try:  # the original files, if someone put them there
-                parts = {s: dataset(data_dir, train=s == "train", download=False) for s in ("train", "test")}
-            except RuntimeError:
-                parts = {s: dataset(work, train=s == "train", download=True) for s in ("train", "test")}
+                parts = {s: dataset(data_dir, download=False, **how[s]) for s in how}
+            except (RuntimeError, OSError):
+                parts = {s: dataset(work, download=True, **how[s]) for s in how}
         arrays = {}
         for (split, part), size in zip(parts.items(), sizes, strict=True):
             if len(part) != size:
                 raise ValueError(f"{class_name} has {len(part)} {split} images instead of {size}")
-            arrays[f"{split}_images"] = np.asarray(part.data)
-            arrays[f"{split}_labels"] = np.asarray(part.targets)
+            pixels = np.asarray(part.data)
+            arrays[f"{split}_images"] = pixels.transpose(0, 2, 3, 1) if source == "svhn" else pixels
+            arrays[f"{split}_labels"] = np.asarray(part.labels if source == "svhn" else part.targets)
         np.savez(work / "all.npz", **arrays)
         os.replace(work / "all.npz", target)
     except (urllib.error.URLError, OSError, RuntimeError) as error:
