@@ -90,6 +90,7 @@ class EMA(Callback):
     def _swap_in(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.average and not self._loaded:
             return
+        _reshard(pl_module)
         self._prepare(pl_module)
         for name, parameter in _trainable(pl_module):
             self._raw[name] = parameter.detach().clone()
@@ -97,6 +98,7 @@ class EMA(Callback):
 
     @torch.no_grad()
     def _swap_out(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _reshard(pl_module)
         for name, parameter in _trainable(pl_module):
             if name in self._raw:
                 parameter.copy_(self._raw[name])
@@ -123,6 +125,15 @@ class EMA(Callback):
 
 def _trainable(module: LightningModule) -> list[tuple[str, Tensor]]:
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+
+
+def _reshard(module: LightningModule) -> None:
+    """After a forward pass without a backward, FSDP2 leaves the outermost weights gathered: shard them again."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _whole(x: Tensor) -> Tensor:

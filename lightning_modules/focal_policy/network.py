@@ -204,4 +204,4 @@ class ConditionalUnet1d(nn.Module):
         for first, second, up in self.up_modules:
             x = torch.cat([x, skips.pop()], dim=1)
             x = up(second(first(x, g), g))
-        return self.final_conv(x).transpose(1, 2)
+        return self.final_conv(x).transpose(1, 2).contiguous()  # FSDP2 hooks into the output, which must be no view

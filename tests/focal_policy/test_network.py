@@ -49,6 +49,22 @@ def test_points_may_come_in_any_order_and_more_than_once():
     torch.testing.assert_close(encoder(torch.cat([points, points[:, :5]], dim=1)), expected)
 
 
+@pytest.mark.parametrize("channels", [3, 6])
+def test_critical_points_alone_give_output_and_gradients(channels):
+    torch.manual_seed(0)
+    encoder = PointEncoder(channels)
+    points = torch.randn(3, 2, 200, channels)
+    points[0, 0, 150:] = points[0, 0, 0]  # a padded cloud
+    assert encoder._critical(points).shape[2] < 180
+    cotangent = torch.randn(3, 2, 64)
+    found = torch.autograd.grad((encoder(points) * cotangent).sum(), list(encoder.parameters()))
+    plain = encoder.final_projection(encoder.mlp(points).amax(dim=-2))
+    expected = torch.autograd.grad((plain * cotangent).sum(), list(encoder.parameters()))
+    torch.testing.assert_close(encoder(points), plain)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
 def test_condition_reads_history_only_and_keeps_the_order_of_the_parts():
     encoder = ObservationEncoder(2, state_dim=3, point_channels=3, state_features=8, point_features=4)
     observation = {"state": torch.randn(2, 5, 3), "point_cloud": torch.randn(2, 5, 16, 3)}

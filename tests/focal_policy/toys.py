@@ -20,6 +20,7 @@ def recording(folder: Path, n: int = 8, d: int = 2, frames: int = 20) -> Path:
         for i in range(n):
             phase = rng.uniform(0, 6) + np.arange(frames)[:, None] * 0.3 + np.arange(d)
             file[f"data/demo_{i}/obs/state"] = np.concatenate([np.sin(phase), np.cos(phase)], axis=1)
+            file[f"data/demo_{i}/obs/cloud"] = np.sin(phase)[:, None, :1] + rng.normal(size=(1, 6, 3))
             file[f"data/demo_{i}/actions"] = 2 * np.cos(phase) + 1
     return path
 

@@ -1,0 +1,97 @@
+import json
+
+import numpy as np
+import pytest
+
+from callbacks import Rollouts
+from callbacks.rollouts import Rollout, chunk_figure, episode_metrics, summary
+from tests.focal_policy.test_module import trainer
+from tests.focal_policy.toys import data, policy
+from tests.helpers import run
+
+
+def test_metrics_in_closed_form():
+    """Actions that rise by 1 within a chunk and by 3 at its border; plans that see the future 0.5 too high."""
+    h, chunks, length, history = 4, 3, 12, 2
+    values = np.array([0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15], dtype=float)
+    executed = values.reshape(chunks, h, 1)
+    # A window holds step k-1 first; its foresight is what the next chunk does, plus 0.5.
+    future = np.concatenate([values[:1], values, values[-1] + np.arange(1, 20)])
+    windows = np.stack([future[m * h : m * h + length] for m in range(chunks)])[:, :, None]
+    windows[:, history - 1 + h :] += 0.5
+    hand = np.zeros((chunks, h, 3))
+    hand[..., 0] = np.arange(chunks * h).reshape(chunks, h) ** 3
+    found = episode_metrics(executed, windows, hand, 12, history, control_hz=2.0)
+    assert found["boundary_jump"] == pytest.approx(3)
+    assert found["intra_jump"] == pytest.approx(1)
+    # Of the 7 overlapping steps the first 4 are executed by the next plan, the last 3 are its own foresight (+0.5).
+    assert found["overlap_disagreement"] == pytest.approx(0.5 * 4 / 7)
+    assert found["jerk"] == pytest.approx(6 * 2**3)
+    assert 0 < found["high_band_energy"] < 0.1
+    short = episode_metrics(executed, windows, hand, 2, history, control_hz=2.0)
+    assert short["intra_jump"] == pytest.approx(1)
+    assert np.isnan(short["boundary_jump"]) and np.isnan(short["overlap_disagreement"]) and np.isnan(short["jerk"])
+    still = episode_metrics(np.zeros_like(executed), windows, hand, 12, history, control_hz=2.0)
+    assert still["boundary_jump"] == 0 and np.isnan(still["high_band_energy"])
+
+
+def test_alternating_actions_are_high_frequency():
+    executed = np.array([1.0, -1.0] * 4).reshape(2, 4, 1)
+    found = episode_metrics(executed, np.zeros((2, 12, 1)), np.zeros((2, 4, 3)), 8, 2, 80)
+    assert found["high_band_energy"] > 0.9
+
+
+def test_summary_means_over_tasks_and_leaves_out_what_cannot_be_told():
+    def task(solved, steps, jump):
+        row = {"boundary_jump": jump, "intra_jump": [1.0, 1.0], "overlap_disagreement": [0.0, np.nan]}
+        row |= {"jerk": [2.0, 4.0], "high_band_energy": [0.5, 0.5], "solved": solved, "steps": steps}
+        return {k: np.array(v) for k, v in (row | {"nearest": [0.1, 0.3]}).items()}
+
+    found = summary([task([1.0, 0.0], [40.0, 200.0], [2.0, np.nan]), task([1.0, 1.0], [50.0, 60.0], [4.0, 3.0])])
+    assert found["success_rate"] == 0.75
+    assert found["steps_to_success"] == 50
+    assert found["discontinuity"] == pytest.approx(3)
+    assert found["overlap_disagreement"] == 0 and found["jerk"] == 3
+    assert found["nearest_demonstration"] == pytest.approx(0.2)
+
+
+def test_the_plot_has_a_panel_a_dimension():
+    shape = (2, 3, 4, 4)
+    windows, hand = np.zeros((2, 3, 12, 4)), np.zeros((2, 3, 4, 3))
+    rollout = Rollout(
+        np.zeros(2, bool), np.array([12, 3]), np.zeros(shape), windows, hand, np.zeros((2, 3)), np.zeros(0)
+    )
+    assert len(chunk_figure(rollout, 2, "task").axes) == 4
+
+
+def test_data_without_a_simulator_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r"has no simulator: remove callbacks\.Rollouts"):
+        trainer(tmp_path, callbacks=[Rollouts()]).fit(policy(), data(tmp_path))
+
+
+SMALL = [
+    *("-c", "focal_policy/metaworld", "--data.tasks", '["reach-v3"]', "--data.episodes", "3", "--data.processes", "1"),
+    *("--model.widths", "[8, 16, 16]", "--trainer.max_epochs", "1", "--trainer.check_val_every_n_epoch", "1"),
+    *("--trainer.limit_train_batches", "2", "--data.max_steps", "100", "--trainer.accelerator", "cpu"),
+]
+
+
+@pytest.mark.long
+def test_fit_and_test_evaluate_in_the_simulator(tmp_path):
+    import torch
+
+    callbacks = ["--trainer.callbacks", "callbacks.Rollouts", "--trainer.callbacks.episodes", "2"]
+    callbacks += ["--trainer.callbacks.max_steps", "20", "--trainer.callbacks.picture", "16"]
+    callbacks += [
+        "--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint",
+        "--trainer.callbacks.save_last=true",
+    ]
+    folder = run(["fit", *SMALL, *callbacks], tmp_path / "runs")
+    assert {p.name for p in (folder / "plots").iterdir()} == {"val_reach-v3_chunks.png", "val_reach-v3_rollout.gif"}
+    checkpoint = folder / "checkpoints" / "last.ckpt"
+    assert torch.load(checkpoint, weights_only=True)["hyper_parameters"]["state_dim"] == 39
+    run(["test", "-c", str(folder / "config.yaml"), "--ckpt_path", str(checkpoint)], tmp_path / "runs")
+    metrics = json.loads((folder / "test_metrics.json").read_text())
+    names = ("success_rate", "success_rate_reach-v3", "discontinuity", "overlap_disagreement", "jerk", "latency_ms")
+    assert {f"test/{name}" for name in names} <= metrics.keys()
+    assert metrics["test/latency_ms"] > 0 and metrics["test/nearest_demonstration"] > 0
