@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.stats import ks_2samp
 from torch.nn import functional as F
 
 import datamodules.graph_attributes as attributes
@@ -240,8 +241,72 @@ def pieces_case(path: Path) -> None:
             assert np.array_equal(labels, a[key])
 
 
+def describe(task: prior.GraphTask, rng: np.random.Generator) -> dict[str, float]:
+    """The reference's record of one graph."""
+    x, y, (source, target) = task.x.numpy(), task.y.numpy(), task.edge_index.numpy()
+    n, f = x.shape
+    degree = np.bincount(target, minlength=n)
+    dense = np.zeros((n, n), np.float32)
+    dense[target, source] = 1
+    closed = ((dense @ dense) * dense).sum(1)
+    clustering = np.where(degree > 1, closed / np.maximum(degree * (degree - 1), 1), 0)
+    out = {
+        "n_nodes": n,
+        "n_features": f,
+        "n_edges_undirected": len(source) // 2,
+        "avg_degree": len(source) / n,
+        "max_degree": degree.max(),
+        "median_degree": np.median(degree),
+        "frac_degree_le2": (degree <= 2).mean(),
+        "clustering": clustering[rng.choice(n, min(100, n), replace=False)].mean(),
+        "n_train": task.n_context,
+        "train_frac_of_actual": task.n_context / n,
+        "task": 0 if task.classes == 0 else 1 if task.classes == 2 else 2,
+        "n_classes": task.classes,
+        "frac_cols_le256_unique": np.mean([len(np.unique(column)) <= 256 for column in x.T]),
+        "x_absmax": np.abs(x).max(),
+        "mean_abs_feature_corr": np.nanmean(np.abs(np.corrcoef(x.T)[np.triu_indices(f, 1)])),
+        "mean_edge_feature_corr": (x[source[:200_000]] * x[target[:200_000]]).mean(),
+    }
+    if task.classes == 0:
+        out["edge_label_corr"] = np.corrcoef(y[source], y[target])[0, 1]
+        out["y_skew"] = ((y - y.mean()) ** 3).mean() / y.std() ** 3
+    else:
+        share = np.bincount(y) / n
+        out["edge_homophily"] = (y[source] == y[target]).mean()
+        out["adj_homophily"] = structure.graph_statistics(task.edge_index.numpy(), y, n)["adjusted_homophily"]
+        out["majority_frac"] = share.max()
+        out["class_entropy_norm"] = -(share * np.log(share)).sum() / np.log(task.classes)
+    return out
+
+
+def summary_case(path: Path, graphs: int = 150) -> None:
+    """Two-sample tests at the 0.1 % level; the reference counts two-class multiclass graphs as multiclass."""
+    a = np.load(path, allow_pickle=False)
+    config = json.loads(str(a["config_json"]))
+    sizes = [int(v) for v in re.findall(r"ln (\d+)", config["n_nodes"])]
+    degrees = [float(v) for v in re.findall(r"\d+(?:\.\d+)?", config["avg_degree"].replace("0.5 LogU", ""))]
+    settings = {"nodes": sizes, "sparse_degree": degrees[-4:-2], "dense_degree": degrees[-2:]}
+    data = prior.GraphPrior("paper", settings, seed=7)
+    rng = np.random.default_rng(0)
+    with np.errstate(all="ignore"):
+        rows = [describe(data.sample(i), rng) for i in range(graphs)]
+    far = {}
+    for name in sorted({key for row in rows for key in row}):
+        ours = np.array([row[name] for row in rows if name in row], dtype=float)
+        theirs = a[f"record/{name}"]
+        if name == "task":
+            theirs = np.where(a["record/n_classes"] == 2, 1, theirs)
+        ours, theirs = ours[~np.isnan(ours)], theirs[~np.isnan(theirs)]
+        distance = ks_2samp(ours, theirs).statistic
+        if distance > 1.95 * np.sqrt(1 / len(ours) + 1 / len(theirs)):
+            far[name] = distance
+    assert not far
+
+
 CHECKS = {
     "prior_pieces_*": pieces_case,
+    "prior_summary_*": summary_case,
     "adapter_*": adapter_case,
     "block_*": block_case,
     "backbone_*": backbone_case,
@@ -252,3 +317,9 @@ CHECKS = {
 @pytest.mark.parametrize("path", files("graph_pfn"))
 def test_case(path: Path) -> None:
     check(path, CHECKS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", [p for p in files("graph_pfn") if "prior_summary" in str(p.values[0])])
+def test_many_graphs(path: Path) -> None:
+    summary_case(path, 1000)
