@@ -1,7 +1,6 @@
 """Speech with its text: a corpus made on the spot, a JSONL manifest, or a folder of audio with metadata."""
 
 import csv
-import ctypes
 import json
 import os
 import tempfile
@@ -9,6 +8,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from datamodules.espeak import speak_in_new_process
 from datamodules.order import Draw, GlobalBatches, Loader, counter_uniform, ranks
 
 AUDIO_ENDINGS = (".wav", ".flac", ".ogg", ".mp3", ".opus")
@@ -209,64 +210,6 @@ def read_audio(path: str, rate: int, start: float = 0.0, duration: float | None 
 # ------------------------------------------------------------------------------------------- made on the spot
 
 
-class Synthesizer:
-    """espeak-ng through ctypes, from the library that the package `espeakng-loader` ships.
-
-    That package is GPL-3.0, so it is an extra and is imported only here.
-
-    Raises:
-        ImportError: if the package is not installed.
-    """
-
-    _RATE, _PITCH, _UTF8, _SYNCHRONOUS = 1, 3, 1, 2
-
-    def __init__(self) -> None:
-        try:
-            import espeakng_loader
-        except ImportError:
-            raise ImportError(
-                "speech made on the spot needs espeak-ng: pip install 'fulgurite[speech]', or give a manifest as source"
-            ) from None
-        self._lib = ctypes.CDLL(espeakng_loader.get_library_path())
-        data = str(Path(espeakng_loader.get_data_path()).parent).encode()
-        self.rate = self._lib.espeak_Initialize(self._SYNCHRONOUS, 0, data, 0)
-        self._chunks: list[bytes] = []
-        callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
-
-        def keep(samples, count, _events) -> int:
-            if samples and count > 0:
-                self._chunks.append(ctypes.string_at(samples, 2 * count))
-            return 0
-
-        self._callback = callback(keep)  # kept alive: the library holds only its address
-        self._lib.espeak_SetSynthCallback(self._callback)
-
-    def __call__(self, text: str, voice: str, words_per_minute: int = 175, pitch: int = 50) -> np.ndarray:
-        """Speak a text.
-
-        Args:
-            text: what to say.
-            voice: espeak-ng's name, a variant after a plus: `en-us+f3`.
-            words_per_minute: 80 to 450.
-            pitch: 0 to 100.
-
-        Returns:
-            int16 samples at `rate` Hz.
-
-        Raises:
-            ValueError: if the voice does not exist.
-        """
-        if self._lib.espeak_SetVoiceByName(voice.encode()) != 0:
-            raise ValueError(f"espeak-ng has no voice {voice!r}; en-us, en-us+f3 and en-us+m7 are some it has")
-        self._lib.espeak_SetParameter(self._RATE, words_per_minute, 0)
-        self._lib.espeak_SetParameter(self._PITCH, pitch, 0)
-        self._chunks.clear()
-        raw = text.encode()
-        self._lib.espeak_Synth(raw, len(raw) + 1, 0, 0, 0, self._UTF8, None, None)
-        self._lib.espeak_Synchronize()
-        return np.frombuffer(b"".join(self._chunks), np.int16)
-
-
 @dataclass
 class MadeSpeech:
     """A spoken corpus of small vocabulary, made by espeak-ng.
@@ -293,7 +236,7 @@ class MadeSpeech:
 def make_speech(recipe: MadeSpeech, data_dir: Path, sample_rate: int) -> Path:
     """Make the corpus once: one WAV file per voice, and `manifest.jsonl` with the place of every utterance.
 
-    It is written to a temporary folder, counted and renamed, so that two processes leave one good copy.
+    It is written to a temporary folder and renamed, so that two processes leave one good copy.
 
     Returns:
         The manifest, in a folder named by a hash of the recipe.
@@ -306,41 +249,32 @@ def make_speech(recipe: MadeSpeech, data_dir: Path, sample_rate: int) -> Path:
     if (folder / "manifest.jsonl").is_file():
         return folder / "manifest.jsonl"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    speak = Synthesizer()
     rng = np.random.default_rng(recipe.seed)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        rows: list[dict] = []
+        requests: list[tuple[str, str, int, int]] = []
         for voices, total in (
             (recipe.voices, recipe.utterances),
             (recipe.unseen_voices, recipe.unseen_utterances),
         ):
             for v, voice in enumerate(voices):
-                parts, start = [], 0
                 for _ in range(v, total, len(voices)):
                     count = rng.integers(recipe.words[0], recipe.words[1] + 1)
                     text = " ".join(rng.choice(recipe.vocabulary, count))
-                    samples = speak(text, voice, int(rng.integers(150, 201)), int(rng.integers(35, 66)))
-                    audio = soxr.resample(samples.astype(np.float32) / 2**15, speak.rate, sample_rate)
-                    rows.append(
-                        {
-                            "audio": f"{voice}.wav",
-                            "text": text,
-                            "start": start / sample_rate,
-                            "duration": len(audio) / sample_rate,
-                            "speaker": voice,
-                            "lang": "en",
-                        }
-                    )
-                    parts.append(audio)
-                    start += len(audio)
-                if parts:
-                    file = Path(temporary) / "audio" / f"{voice}.wav"
-                    file.parent.mkdir(exist_ok=True)
-                    soundfile.write(file, np.concatenate(parts), sample_rate, subtype="PCM_16")
-        if len(rows) != recipe.utterances * bool(recipe.voices) + recipe.unseen_utterances * bool(recipe.unseen_voices):
-            raise RuntimeError("espeak-ng made another number of utterances than asked for")
-        lines = [json.dumps(row | {"audio": f"audio/{row['audio']}"}) + "\n" for row in rows]
-        (Path(temporary) / "manifest.jsonl").write_text("".join(lines))
+                    requests.append((text, voice, int(rng.integers(150, 201)), int(rng.integers(35, 66))))
+        native, spoken = speak_in_new_process(requests)
+        rows: list[dict] = []
+        for voice, group in groupby(zip(requests, spoken, strict=True), key=lambda pair: pair[0][1]):
+            start, parts = 0, []
+            for (text, *_), samples in group:
+                audio = soxr.resample(samples.astype(np.float32) / 2**15, native, sample_rate)
+                place = {"start": start / sample_rate, "duration": len(audio) / sample_rate}
+                rows.append({"audio": f"audio/{voice}.wav", "text": text, **place, "speaker": voice, "lang": "en"})
+                parts.append(audio)
+                start += len(audio)
+            file = Path(temporary) / "audio" / f"{voice}.wav"
+            file.parent.mkdir(exist_ok=True)
+            soundfile.write(file, np.concatenate(parts), sample_rate, subtype="PCM_16")
+        (Path(temporary) / "manifest.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         try:
             os.rename(temporary, folder)
             os.mkdir(temporary)  # for the context manager to remove

@@ -143,13 +143,13 @@ class Constraint:
 
     Args:
         layout: of the tokens.
-        expect: "text"; "speech" (begin_audio, units, end_audio); "text_then_speech".
+        expect: "text"; "speech" (begin_audio, at least one unit, end_audio); "text_then_speech".
         max_tokens: the response is closed in time to end within so many tokens.
         batch: b.
         device: of the masks.
     """
 
-    TEXT, TEXT_THEN_SPEECH, OPEN, UNITS, CLOSE, STOP, DONE = range(7)
+    TEXT, TEXT_THEN_SPEECH, OPEN, FIRST, UNITS, CLOSE, STOP, DONE = range(8)
 
     def __init__(
         self, layout: TokenLayout, expect: Expect, max_tokens: int, batch: int, device: torch.device | str = "cpu"
@@ -161,7 +161,7 @@ class Constraint:
         self.layout, self.remaining = layout, max_tokens
         start = {"text": self.TEXT, "speech": self.OPEN, "text_then_speech": self.TEXT_THEN_SPEECH}[expect]
         self.state = torch.full((batch,), start, device=device)
-        rows = torch.zeros(7, layout.size, dtype=torch.bool, device=device)
+        rows = torch.zeros(8, layout.size, dtype=torch.bool, device=device)
         rows[self.TEXT] = True
         rows[self.TEXT, layout.first_unit : layout.frame + 1] = False
         rows[self.TEXT, [layout.bos, layout.pad]] = False
@@ -170,7 +170,8 @@ class Constraint:
         rows[self.TEXT_THEN_SPEECH, layout.eos] = False
         rows[self.TEXT_THEN_SPEECH, layout.begin_audio] = True
         rows[self.OPEN, layout.begin_audio] = True
-        rows[self.UNITS, layout.first_unit : layout.begin_audio] = True
+        rows[self.FIRST, layout.first_unit : layout.begin_audio] = True
+        rows[self.UNITS] = rows[self.FIRST]
         rows[self.UNITS, layout.end_audio] = True
         rows[self.CLOSE, layout.end_audio] = True
         rows[self.STOP, layout.eos] = True
@@ -194,12 +195,13 @@ class Constraint:
         text = (state == self.TEXT) | (state == self.TEXT_THEN_SPEECH)
         after = state.clone()
         after[(token == layout.eos) & (text | (state == self.STOP))] = self.DONE
-        after[token == layout.begin_audio] = self.UNITS
+        after[token == layout.begin_audio] = self.FIRST
+        after[state == self.FIRST] = self.UNITS
         after[token == layout.end_audio] = self.STOP
-        # end_audio and EOS still have to fit; before speech begins, so does begin_audio
+        # end_audio and EOS still have to fit; before speech begins, so do begin_audio and a unit
         if self.remaining <= 2:
             after[after == self.UNITS] = self.CLOSE
-        if self.remaining <= 3:
+        if self.remaining <= 4:
             after[after == self.TEXT_THEN_SPEECH] = self.OPEN
         if self.remaining <= 1:
             after[after == self.TEXT] = self.STOP

@@ -1,0 +1,71 @@
+"""espeak-ng through ctypes, from the library that the package `espeakng-loader` ships.
+
+That package is GPL-3.0, so it is an optional extra and is imported only when something is to be spoken.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+_RATE, _PITCH, _UTF8, _SYNCHRONOUS = 1, 3, 1, 2  # of espeak-ng's speak_lib.h
+
+Request = tuple[str, str, int, int]
+
+
+def speak_in_new_process(requests: Sequence[Request]) -> tuple[int, list[np.ndarray]]:
+    """Speak texts one after the other, in a process of their own.
+
+    espeak-ng carries hidden state from one text to the next, so only a new process makes the same sound every time.
+
+    Args:
+        requests: text, voice (espeak-ng's name, a variant after a plus: `en-us+f3`), words per minute (80 to 450)
+            and pitch (0 to 100) of each.
+
+    Returns:
+        The rate in Hz, and int16 samples of each request.
+
+    Raises:
+        ImportError: if espeakng-loader is not installed.
+        ValueError: if a voice does not exist.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(speak, list(requests)).result()
+
+
+def speak(requests: Sequence[Request]) -> tuple[int, list[np.ndarray]]:
+    """The same in this process."""
+    try:
+        import espeakng_loader
+    except ImportError:
+        raise ImportError(
+            "speech made on the spot needs espeak-ng: pip install 'fulgurite[speech]', or give a manifest as source"
+        ) from None
+    library = ctypes.CDLL(espeakng_loader.get_library_path())
+    data = str(Path(espeakng_loader.get_data_path()).parent).encode()
+    rate = library.espeak_Initialize(_SYNCHRONOUS, 0, data, 0)
+    chunks: list[bytes] = []
+
+    def keep(samples, count: int, _events) -> int:
+        if samples and count > 0:
+            chunks.append(ctypes.string_at(samples, 2 * count))
+        return 0
+
+    # kept in a variable: the library holds only its address
+    callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)(keep)
+    library.espeak_SetSynthCallback(callback)
+    spoken = []
+    for text, voice, words_per_minute, pitch in requests:
+        if library.espeak_SetVoiceByName(voice.encode()) != 0:
+            raise ValueError(f"espeak-ng has no voice {voice!r}; en-us, en-us+f3 and en-us+m7 are some it has")
+        library.espeak_SetParameter(_RATE, words_per_minute, 0)
+        library.espeak_SetParameter(_PITCH, pitch, 0)
+        chunks.clear()
+        raw = text.encode()
+        library.espeak_Synth(raw, len(raw) + 1, 0, 0, 0, _UTF8, None, None)
+        library.espeak_Synchronize()
+        spoken.append(np.frombuffer(b"".join(chunks), np.int16))
+    return rate, spoken

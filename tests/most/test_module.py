@@ -1,0 +1,293 @@
+import json
+
+import pytest
+import soundfile
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from callbacks.expert_load import ExpertLoad
+from callbacks.predictions import PredictionWriter
+from callbacks.speech_samples import SpeechSamples
+from datamodules.speech import MadeSpeech, SpeechText
+from lightning_modules import MoST
+from lightning_modules.most.moe import moe_blocks
+from tests.most.toys import CONFIGS
+from tests.most.toys import config as toy
+
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+RECIPE = MadeSpeech(utterances=48, voices=["en-us+f1", "en-us+m3"], unseen_utterances=16, unseen_voices=["en-us+m7"])
+
+
+def model(**options) -> MoST:
+    language_model = toy("deepseek_v2")
+    for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"):
+        language_model.pop(key)
+    defaults = {
+        "language_model": language_model,
+        "tokenizer": WORDS,
+        "tasks": {"asr": 0.5, "tts": 0.3, "text": 0.1, "interleaved": 0.1},
+        "num_units": 8,
+        "unit_frames": 300,
+        "vocoder_width": 16,
+        "vocoder_crop": 3,
+        "max_length": 120,
+        "max_response": 30,
+        "warmup_steps": 2,
+        "check_shuffled": True,
+    }
+    return MoST(**(defaults | options))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("speech")
+
+
+def data(folder, **options) -> SpeechText:
+    return SpeechText(made=RECIPE, data_dir=str(folder), batch_size=8, **options)
+
+
+def trainer(path, **options) -> Trainer:
+    defaults = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 1, "limit_test_batches": 1}
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=path,
+        **(defaults | options),
+    )
+
+
+@pytest.fixture(scope="module")
+def fitted(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    seed_everything(0)
+    checkpoint = ModelCheckpoint(path / "checkpoints", save_last=True)
+    run = trainer(path, callbacks=[checkpoint, ExpertLoad(1), SpeechSamples(["one two", "three"])])
+    module = model()
+    run.fit(module, data(folder))
+    return module, run, path
+
+
+def test_fit_logs_every_score_and_leaves_pictures_and_two_recordings(fitted):
+    module, run, path = fitted
+    logged = run.callback_metrics
+    for name in ("val/wer", "val/cer", "val/loss", "val/text_loss", "val/wer_shuffled", "val/expert_load_max"):
+        assert torch.isfinite(logged[name]), name
+    for name in ("train/loss", "train/token_loss", "train/balance", "train/vocoder"):
+        assert torch.isfinite(logged[name]), name
+    assert run.global_step == 6
+    for file in ("plots/expert_load.png", "plots/sample_0.png", "plots/sample_1.png", "samples/0.wav", "samples/1.wav"):
+        assert (path / file).stat().st_size > 40, file
+    assert soundfile.info(path / "samples/0.wav").samplerate == 16_000
+    assert module.vocoder.unit_hash == module.units.hash
+
+
+def test_checkpoint_is_enough_to_load_and_to_transcribe(fitted, folder):
+    module, _, path = fitted
+    loaded = MoST.load_from_checkpoint(path / "checkpoints" / "last.ckpt").eval()
+    speech = data(folder)
+    speech.setup()
+    batch = next(iter(speech.test_dataloader()))
+    module.eval()
+    assert loaded(batch.audio, batch.length) == module(batch.audio, batch.length)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.speak(["one"]), module.speak(["one"]), strict=True))
+    content = torch.load(path / "checkpoints" / "last.ckpt", weights_only=True)
+    json.dumps(content["hyper_parameters"]["architecture"])
+
+
+def test_save_pretrained_round_trip_and_init_from(fitted, tmp_path):
+    module, _, path = fitted
+    module.save_pretrained(tmp_path)
+    loaded = MoST.from_pretrained(tmp_path)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    for source in (tmp_path, path / "checkpoints" / "last.ckpt"):
+        started = model(init_from=str(source))
+        started.configure_model()
+        weights = [m.network.projector.weight for m in (started, module)]
+        assert torch.equal(*weights)
+    (tmp_path / "config.json").write_text(json.dumps({"format_version": 99}))
+    with pytest.raises(ValueError, match="format version 99"):
+        MoST.from_pretrained(tmp_path)
+
+
+def test_test_scores(fitted, folder):
+    module, _, path = fitted
+    (scores,) = trainer(path).test(module, data(folder), verbose=False)
+    for name in (
+        "wer",
+        "cer",
+        "text_perplexity",
+        "unit_error",
+        "tts_stopped",
+        "unit_likelihood_accuracy",
+        "tts_wer_own_judge",
+    ):
+        assert f"test/{name}" in scores
+    assert 0 <= scores["test/unit_likelihood_accuracy"] <= 1
+    assert scores["test/text_perplexity"] == pytest.approx(torch.tensor(scores["test/text_loss"]).exp().item())
+
+
+def test_predict_writes_transcripts_and_recordings(fitted, folder, tmp_path):
+    module, _, path = fitted
+    callbacks = [SpeechSamples(), PredictionWriter()]
+    trainer(tmp_path, callbacks=callbacks).predict(module, data(folder, predict_source=str(path / "samples")))
+    rows = (tmp_path / "predictions.csv").read_text().splitlines()
+    assert rows[0] == "name,text"
+    assert [row.split(",")[0].split("/")[-1] for row in rows[1:]] == ["0.wav", "1.wav"]
+    (tmp_path / "lines.txt").write_text("one\ntwo three\n")
+    trainer(tmp_path, callbacks=callbacks).predict(module, data(folder, predict_source=str(tmp_path / "lines.txt")))
+    rows = (tmp_path / "predictions.csv").read_text().splitlines()
+    assert rows[0] == "text,file"
+    assert all(soundfile.info(row.split(",")[1]).samplerate == 16_000 for row in rows[1:])
+
+
+def test_resume_in_the_middle_of_an_epoch_is_bit_for_bit(folder, tmp_path):
+    def fit(path, steps, resume=None):
+        seed_everything(0)
+        checkpoint = ModelCheckpoint(path, save_last=True, every_n_train_steps=1)
+        run = trainer(
+            path, max_epochs=-1, max_steps=steps, callbacks=[checkpoint], limit_val_batches=0, limit_train_batches=1.0
+        )
+        module = model(optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3), warmup_steps=10**6)
+        run.fit(module, data(folder), ckpt_path=resume)
+        return module
+
+    whole = fit(tmp_path / "a", 5)
+    fit(tmp_path / "b", 2)
+    resumed = fit(tmp_path / "b", 5, tmp_path / "b" / "last.ckpt")
+    for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_one_batch_can_be_learnt(folder):
+    """Speech recognition of one batch: the loss falls to nearly nothing, and the transcripts become right."""
+    torch.manual_seed(0)
+    module = model(
+        tasks={"asr": 1.0}, vocoder_width=0, language_model=model().hparams.language_model | {"hidden_size": 32}
+    )
+    module.configure_model()
+    speech = data(folder)
+    speech.prepare_data()
+    speech.setup()
+    batch = next(iter(speech.train_dataloader()))
+    optimizer = torch.optim.AdamW(module.network.parameters(), 3e-3)
+    frames, count = module.encode(batch.audio, batch.length)
+    for _ in range(80):
+        examples, heard = module._examples(batch, frames, count)
+        loss, balance = module._losses(module.prompts(examples), heard)
+        optimizer.zero_grad()
+        (loss + 1e-3 * balance.sum()).backward()
+        optimizer.step()
+    assert loss < 0.1
+    assert module.eval()(batch.audio, batch.length) == batch.text
+
+
+@pytest.mark.parametrize("form", ["sequence", "flat", "modality"])
+def test_losses_of_a_batch_do_not_depend_on_padding(folder, form):
+    module = model(balance=form, vocoder_width=0).eval()
+    module.configure_model()
+    speech = data(folder)
+    speech.setup()
+    batch = next(iter(speech.train_dataloader()))
+    frames, count = module.encode(batch.audio, batch.length)
+    examples, heard = module._examples(batch, frames, count)
+    prompt = module.prompts(examples)
+    more = type(prompt)(
+        *(torch.nn.functional.pad(x, (0, 9), value=v) for x, v in zip(prompt, (2, -100, False), strict=True))
+    )
+    for a, b in zip(module._losses(prompt, heard), module._losses(more, heard), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_text_loss_of_the_base_model_uses_all_experts():
+    module = model().eval()
+    module.configure_model()
+    texts = ["one two three", "nine"]
+    inside = module.text_loss(texts)
+    everything = module.text_loss(texts, all_experts=True)
+    assert not torch.allclose(inside, everything)
+    assert all(block.gate.groups is not None for block in moe_blocks(module))
+    vanilla = model(partition=None).eval()
+    vanilla.configure_model()
+    vanilla.load_state_dict(module.state_dict())
+    torch.testing.assert_close(vanilla.text_loss(texts), everything)
+
+
+def test_unit_likelihood_is_the_mean_log_probability(folder):
+    module = model().eval()
+    module.configure_model()
+    layout = module.prompts.layout
+    units = [torch.tensor([1, 5, 5]), torch.tensor([7])]
+    made = module.unit_likelihood(units)
+    for own, value in zip(units, made, strict=True):
+        ids = torch.tensor([[layout.bos, layout.begin_audio, *(own + layout.first_unit).tolist()]])
+        logs = module.network(ids).log_softmax(-1)[0, 1:-1]
+        torch.testing.assert_close(value, logs.gather(1, ids[0, 2:, None]).mean(), atol=1e-5, rtol=1e-5)
+
+
+def test_spoken_questions(folder, tmp_path):
+    """Rows with `answer` and `answer_audio` are trained on as questions, and answered in words and in speech."""
+    speech = data(folder)
+    speech.prepare_data()
+    rows = [json.loads(line) for line in speech_manifest(folder).read_text().splitlines()][:16]
+    base = speech_manifest(folder).parent
+    soundfile.write(tmp_path / "answer.wav", 0.1 * torch.randn(8000).numpy(), 16_000)
+    rows = [
+        row | {"audio": str(base / row["audio"]), "answer": "one", "answer_audio": "answer.wav", "split": split}
+        for row, split in zip(rows, ["train"] * 12 + ["val", "val", "test", "test"], strict=True)
+    ]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    module = model(tasks={"qa_text": 0.5, "qa_speech": 0.5}, deduplicate=True)
+    questions = SpeechText(str(tmp_path / "m.jsonl"), batch_size=4)
+    trainer(tmp_path, max_epochs=1, limit_train_batches=2).fit(module, questions)
+    batch = next(iter(questions.test_dataloader()))
+    texts, units = module.eval().answer(batch.audio, batch.length, spoken=True)
+    assert len(texts) == len(units) == 2
+    assert module.answer(batch.audio, batch.length)[1][0].numel() == 0
+
+
+def speech_manifest(folder):
+    return next((folder / "made_speech").glob("*/manifest.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tasks": {"sing": 1.0}}, "sing"),
+        ({"tokenizer": None}, "tokenizer"),
+        ({"max_length": 500}, "context, 256"),
+        ({"partition": [0] * 7 + [1]}, "the audio group has 1 experts"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(options, words):
+    with pytest.raises(ValueError, match=words) as error:
+        model(**options).configure_model()
+    assert "\n" not in str(error.value)
+
+
+def test_speaking_needs_a_vocoder_of_the_same_units():
+    module = model()
+    module.configure_model()
+    module.units.centroids.normal_()
+    with pytest.raises(ValueError, match="cannot speak"):
+        module.speak(["one"])
+    silent = model(vocoder_width=0)
+    silent.configure_model()
+    with pytest.raises(ValueError, match="no vocoder"):
+        silent.speak(["one"])
+
+
+@pytest.mark.parametrize("family", [f for f in CONFIGS if f != "deepseek_v2"])
+def test_other_families_build_and_transcribe(family):
+    language_model = toy(family)
+    for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"):
+        language_model.pop(key)
+    module = model(language_model=language_model, partition="interleaved", vocoder_width=0).eval()
+    module.configure_model()
+    assert len(module(torch.randn(2, 4000), torch.tensor([4000, 2000]))) == 2

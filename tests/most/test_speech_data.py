@@ -1,0 +1,231 @@
+import json
+import zlib
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from datamodules.espeak import speak
+from datamodules.speech import (
+    Augmentation,
+    LengthBuckets,
+    MadeSpeech,
+    Row,
+    SpeechText,
+    check_files,
+    make_speech,
+    read_audio,
+    read_manifest,
+)
+
+RECIPE = MadeSpeech(utterances=60, voices=["en-us+f1", "en-us+m3"], unseen_utterances=12, unseen_voices=["en-us+m7"])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("speech")
+    make_speech(RECIPE, folder, 16_000)
+    return folder
+
+
+def tone(path, seconds=1.0, rate=16_000, channels=1):
+    wave = 0.3 * np.sin(2 * np.pi * 440 * np.arange(round(seconds * rate)) / rate)
+    soundfile.write(path, np.stack([wave] * channels, 1), rate)
+    return str(path)
+
+
+def data(corpus, **options) -> SpeechText:
+    module = SpeechText(made=RECIPE, data_dir=str(corpus), batch_size=8, **options)
+    module.prepare_data()
+    module.setup()
+    return module
+
+
+def test_made_speech_is_made_once_and_is_the_same_for_the_same_recipe(corpus, tmp_path):
+    first = make_speech(RECIPE, corpus, 16_000)
+    stamp = first.stat().st_mtime_ns
+    assert make_speech(RECIPE, corpus, 16_000).stat().st_mtime_ns == stamp
+    again = make_speech(RECIPE, tmp_path, 16_000)
+    assert again.read_text() == first.read_text()
+    assert [p.name for p in first.parent.parent.iterdir()] == [first.parent.name], "no temporary folder is left"
+    rows = read_manifest(first)
+    assert len(rows) == 72
+    assert {len(row.text.split()) for row in rows} == {1, 2, 3, 4}
+    for row in rows[:3]:
+        audio = read_audio(row.audio, 16_000, row.start, row.duration)
+        assert len(audio) == round(row.duration * 16_000), "the audio is as long as the manifest says"
+        assert np.abs(audio).max() > 0.05
+
+
+def test_no_sentence_and_no_held_out_speaker_is_in_two_splits(corpus):
+    module = data(corpus)
+    rows = {name: module.split(name).rows for name in ("train", "val", "test")}
+    texts = {name: {row.text for row in part} for name, part in rows.items()}
+    assert not texts["train"] & (texts["val"] | texts["test"])
+    assert not texts["val"] & texts["test"]
+    assert "en-us+m7" not in {row.speaker for row in rows["train"]}
+    assert "en-us+m7" in {row.speaker for row in rows["val"] + rows["test"]}
+    share = [zlib.crc32(t.encode()) / 2**32 for t in texts["train"]]
+    assert min(share) >= 0.2
+
+
+def test_batches_are_documented_shapes(corpus):
+    batch = next(iter(data(corpus).train_dataloader()))
+    assert batch.audio.shape == (8, int(batch.length.max()))
+    assert batch.audio.dtype == torch.float32
+    for row, n in zip(batch.audio, batch.length, strict=True):
+        assert (row[n:] == 0).all()
+    assert ((batch.number >= 0) & (batch.number < 1)).all()
+    assert batch.answer_audio.shape == (8, 0)
+    assert not batch.unseen.any()
+
+
+def test_order_and_augmentation_depend_on_seed_and_epoch_only(corpus):
+    def epoch(number, **options):
+        loader = data(corpus, augmentation=Augmentation(), **options).train_dataloader()
+        loader.sampler.set_epoch(number)
+        return list(loader)
+
+    plain, workers, later = epoch(0), epoch(0, num_workers=2), epoch(1)
+    for a, b in zip(plain, workers, strict=True):
+        assert a.text == b.text
+        assert torch.equal(a.audio, b.audio)
+    assert [b.text for b in plain] != [b.text for b in later]
+    whole = epoch(0)[0]
+    ranks = [
+        LengthBuckets(np.arange(48.0), 2, batch_size=8, shuffle=True, drop_last=True, seed=0, rank=r, world_size=2)
+        for r in (0, 1)
+    ]
+    one = LengthBuckets(np.arange(48.0), 2, batch_size=8, shuffle=True, drop_last=True, seed=0)
+    for a, b, both in zip(*ranks, one, strict=True):
+        assert sorted([*a.items, *b.items]) == sorted(both.items)
+    assert whole.audio.shape == plain[0].audio.shape
+
+
+def test_buckets_hold_similar_lengths_and_resume_in_the_middle():
+    seconds = np.random.default_rng(0).random(200)
+
+    def batches(window):
+        return LengthBuckets(seconds, window, batch_size=10, shuffle=True, drop_last=True, seed=1)
+
+    spread = {w: np.mean([np.ptp(seconds[b.items]) for b in batches(w)]) for w in (1, 20)}
+    assert spread[20] < 0.1 < spread[1]
+    items = [b.items.tolist() for b in batches(20)]
+    assert sorted(i for batch in items for i in batch) == list(range(200))
+    resumed = batches(20)
+    resumed.start = 7
+    assert [b.items.tolist() for b in resumed] == items[7:]
+
+
+def test_augmentation_keeps_what_it_is_told_to():
+    audio = np.sin(np.arange(8000) / 10).astype(np.float32) * 0.3
+    rng = np.random.default_rng(0)
+    nothing = Augmentation(speed=0, gain=0, noise=None, shift=0)(audio, np.array([0.1, 0.9, 0.5, 0.7]), rng)
+    np.testing.assert_allclose(nothing, audio[:-1], atol=1e-6)
+    noisy = Augmentation(speed=0, gain=0, noise=(20, 20), shift=0)(audio, np.zeros(4), rng) - audio[:-1]
+    assert 10 * np.log10(np.mean(audio**2) / np.mean(noisy**2)) == pytest.approx(20, abs=0.3)
+    shifted = Augmentation(speed=0, gain=0, noise=None, shift=640)(audio, np.array([0, 0.5, 0, 0.5]), rng)
+    assert (shifted[:320] == 0).all()
+
+
+def test_manifest_with_start_duration_stereo_and_another_rate(tmp_path):
+    tone(tmp_path / "a.wav", 2.0, rate=8_000, channels=2)
+    rows = [
+        {"audio": "a.wav", "text": "one", "start": 0.5, "duration": 1.25, "split": s, "mood": "x"}
+        for s in ("train", "val", "test")
+    ]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    module = SpeechText(str(tmp_path / "m.jsonl"), batch_size=1)
+    module.setup()
+    batch = next(iter(module.test_dataloader()))
+    assert batch.length.item() == 20_000
+    spectrum = torch.fft.rfft(batch.audio[0]).abs()
+    assert spectrum.argmax().item() * 16_000 / 20_000 == pytest.approx(440, abs=1)
+
+
+def test_folder_with_metadata(tmp_path):
+    for split in ("train", "validation", "test"):
+        (tmp_path / split).mkdir()
+        tone(tmp_path / split / "a.wav", 0.5)
+        (tmp_path / split / "metadata.csv").write_text("file_name,transcription\na.wav,one two\n")
+    module = SpeechText(str(tmp_path), batch_size=1)
+    module.setup()
+    assert next(iter(module.val_dataloader())).text == ["one two"]
+    with pytest.raises(FileNotFoundError, match="metadata"):
+        SpeechText(str(tmp_path / "train" / ".."), more=[str(tmp_path / "train")]).setup() or SpeechText(
+            str(_empty(tmp_path))
+        ).setup()
+
+
+def _empty(tmp_path):
+    (tmp_path / "empty").mkdir()
+    return tmp_path / "empty"
+
+
+def test_every_bad_file_is_named_in_one_line(tmp_path):
+    (tmp_path / "noise.wav").write_bytes(b"this is no audio")
+    (tmp_path / "empty.wav").write_bytes(b"")
+    soundfile.write(tmp_path / "silent.wav", np.zeros(0), 16_000)
+    good = tone(tmp_path / "good.wav")
+    rows = [
+        Row(str(tmp_path / "noise.wav")),
+        Row(str(tmp_path / "empty.wav")),
+        Row(str(tmp_path / "silent.wav")),
+        Row(str(tmp_path / "absent.wav")),
+        Row(good, sample_rate=8_000),
+    ]
+    with pytest.raises(ValueError, match="5 audio files cannot be used") as error:
+        check_files(rows)
+    message = str(error.value)
+    assert "\n" not in message
+    for name in ("noise.wav", "empty.wav", "silent.wav: it has no samples", "absent.wav: there is no such file"):
+        assert name in message
+    assert "good.wav: declared at 8000 Hz, it has 16000 Hz" in message
+    with pytest.raises(ValueError, match=r"good\.wav: 0\.5 to 2\.5 s is not inside its 1\.000 s"):
+        check_files([Row(good, start=0.5, duration=2.0)])
+    assert check_files([Row(good, start=0.25, duration=0.5), Row(text="words")]) == [0.5, 0.0]
+
+
+def test_long_audio_is_refused_not_cut(tmp_path):
+    tone(tmp_path / "a.wav", 3.0)
+    rows = [{"audio": "a.wav", "text": "one", "split": s} for s in ("train", "val", "test")]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"longer than max_seconds 2.*a\.wav \(3\.0 s\)"):
+        SpeechText(str(tmp_path / "m.jsonl"), max_seconds=2).setup()
+
+
+def test_bad_manifest_lines_are_numbered(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"text": "a"}\nnot json\n{"speaker": "x"}\n[1]\n')
+    with pytest.raises(ValueError, match="line 2: .*; line 3: neither audio nor text; line 4: "):
+        read_manifest(tmp_path / "m.jsonl")
+
+
+def test_what_to_predict(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    tone(folder / "b.wav", 0.5)
+    tone(folder / "a.flac", 0.25)
+    (tmp_path / "lines.txt").write_text("one\n\ntwo three\n")
+    module = SpeechText(predict_source=str(folder))
+    module.setup("predict")
+    assert [p.split("/")[-1] for p in next(iter(module.predict_dataloader())).name] == ["a.flac", "b.wav"]
+    module = SpeechText(predict_source=str(tmp_path / "lines.txt"))
+    batch = next(iter(module.predict_dataloader()))
+    assert batch.text == ["one", "two three"]
+    assert batch.audio.shape == (2, 0)
+    with pytest.raises(FileNotFoundError, match="neither a folder"):
+        SpeechText(predict_source=str(tmp_path / "nothing")).predict_dataloader()
+    with pytest.raises(ValueError, match="no audio files"):
+        SpeechText(predict_source=str(_empty(tmp_path))).predict_dataloader()
+
+
+def test_options_are_checked():
+    with pytest.raises(FileNotFoundError, match="'nowhere' is neither"):
+        SpeechText("nowhere")
+    with pytest.raises(ValueError, match="leave nothing"):
+        SpeechText(val_fraction=0.5, test_fraction=0.5)
+    with pytest.raises(ValueError, match="no voice 'xx-klingon'"):
+        speak([("one", "xx-klingon", 175, 50)])
+    assert asdict(MadeSpeech())["vocabulary"][0] == "zero"
