@@ -128,7 +128,7 @@ class MoST(LightningModule):
         architecture: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["init_from"])
+        self.save_hyperparameters(ignore=["init_from", "optimizer"])
         tasks = tasks or {"asr": 0.4, "tts": 0.4, "text": 0.2}
         if unknown := set(tasks) - set(TASKS):
             raise ValueError(f"tasks has {', '.join(sorted(unknown))}; known are {', '.join(TASKS)}")
@@ -211,7 +211,7 @@ class MoST(LightningModule):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_model(self, str(folder / "model.safetensors"))
-        options = {k: v for k, v in self.hparams.items() if k != "optimizer" and not k.startswith("_")}
+        options = {k: v for k, v in self.hparams.items() if not k.startswith("_")}
         content = {"format_version": FORMAT_VERSION, "class": "MoST", "options": options}
         (folder / "config.json").write_text(json.dumps(content, indent=1))
 
@@ -297,8 +297,12 @@ class MoST(LightningModule):
 
     @torch.no_grad()
     def encode(self, audio: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Frames float32 [b, l, f] and their number int64 [b], of audio [b, s] with lengths [b] in samples."""
-        return self.encoder(audio, length)
+        """Frames float32 [b, l, f] and their number int64 [b], of audio [b, s] with lengths [b] in samples.
+
+        In float32: unit tokens would change with the precision.
+        """
+        with torch.autocast(self.device.type, enabled=False):
+            return self.encoder(audio.float(), length)
 
     def forward(self, audio: Tensor, length: Tensor) -> list[str]:
         """Transcribe: float32 [b, s] samples at 16 kHz and int64 [b] lengths to b texts."""
@@ -341,7 +345,9 @@ class MoST(LightningModule):
             prompt.attention_mask,
             expect,
             limit,
-            finished_everywhere=lambda done: bool(gather_with_gradient(torch.tensor([done], device=self.device)).all()),
+            finished_everywhere=lambda done: bool(
+                gather_with_gradient(torch.tensor([float(done)], device=self.device)).all()
+            ),
         )
         layout = self.prompts.layout
         unit = (out >= layout.first_unit) & (out < layout.begin_audio)
@@ -450,7 +456,9 @@ class MoST(LightningModule):
         place = start[:, None] + torch.arange(crop, device=units.device)  # b crop
         audio = nn.functional.pad(batch.audio, (0, units.shape[1] * size - batch.audio.shape[1]))
         real = audio.unflatten(1, (-1, size)).gather(1, place[..., None].expand(-1, -1, size)).flatten(1)
-        loss = self.mel_loss(self.vocoder(units.gather(1, place)), real)
+        made = self.vocoder(units.gather(1, place))
+        with torch.autocast(self.device.type, enabled=False):
+            loss = self.mel_loss(made.float(), real.float())
         if self.durations is not None:
             loss = loss + duration_loss(self.durations, units, count)
         return loss

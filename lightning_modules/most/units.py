@@ -48,8 +48,9 @@ class Units(nn.Module):
 
     def forward(self, frames: Tensor) -> Tensor:
         """Nearest centroid of each frame: [..., f] to int64 [...]."""
-        # |x - c|^2 without |x|^2, which is the same for all c
-        return (self.centroids.square().sum(-1) - 2 * frames @ self.centroids.T).argmin(-1)
+        with torch.autocast(frames.device.type, enabled=False):
+            # |x - c|^2 without |x|^2, which is the same for all c
+            return (self.centroids.square().sum(-1) - 2 * frames.float() @ self.centroids.T).argmin(-1)
 
     def save(self, path: Path) -> None:
         """Write the centroids as safetensors, the hash in the metadata."""

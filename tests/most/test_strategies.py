@@ -1,0 +1,59 @@
+"""Two processes give what one gives, under DDP and FSDP2, for every form of the load-balance loss."""
+
+import csv
+
+import pytest
+import torch
+
+from tests.distributed.pair import launch
+from tests.helpers import run
+
+pytestmark = pytest.mark.long
+
+
+def arguments(data_dir, balance: str) -> list[str]:
+    model, data = "--model.init_args", "--data.init_args"
+    return [
+        *("fit", "-c", "most/spoken_digits", f"{model}.balance", balance, f"{model}.balance_weight", "0.1"),
+        *(f"{data}.data_dir", str(data_dir), f"{data}.made.utterances", "120", f"{data}.made.unseen_utterances", "24"),
+        *(f"{data}.batch_size", "8", f"{model}.num_units", "16", f"{model}.unit_frames", "1500"),
+        *(f"{model}.vocoder_width", "16", f"{model}.max_response", "20", f"{model}.warmup_steps", "1"),
+        *("--trainer.max_epochs", "2", "--trainer.limit_train_batches", "3", "--trainer.limit_val_batches", "1"),
+        *("--trainer.check_val_every_n_epoch", "1", "--trainer.log_every_n_steps", "1"),
+        *("--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"),
+        # plain gradient steps show a difference in gradients as it is
+        *(f"{model}.optimizer", "torch.optim.SGD", f"{model}.optimizer.lr", "0.1", f"{model}.vocoder_lr", "0.01"),
+    ]
+
+
+def column(folder, name):
+    with (folder / "metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    cases = [
+        {"name": f"{strategy}_{form}", "args": [*arguments(folder, form), "-c", f"strategy/{strategy}"]}
+        for strategy, form in (("ddp", "sequence"), ("ddp", "modality"), ("fsdp2", "flat"), ("fsdp2", "modality"))
+    ]
+    for case in cases:
+        case["run"] = str(folder / case["name"])
+    one = {form: run(arguments(folder, form), folder / form) for form in ("sequence", "flat", "modality")}
+    output = launch(cases, folder)
+    assert "CASE" not in output, output[-4000:]
+    return one | {case["name"]: folder / case["name"] for case in cases}
+
+
+@pytest.mark.parametrize("name", ["ddp_sequence", "ddp_modality", "fsdp2_flat", "fsdp2_modality"])
+def test_two_processes_equal_one(runs, name):
+    form = name.split("_")[1]
+    assert len(column(runs[form], "train/token_loss")) == 6
+    for quantity in ("train/token_loss", "train/balance", "train/loss", "val/loss", "val/text_loss"):
+        one, two = column(runs[form], quantity), column(runs[name], quantity)
+        assert two == pytest.approx(one, rel=2e-3), quantity
+    a, b = (torch.load(runs[n] / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for n in (form, name))
+    assert a.keys() == b.keys()
+    for key in a:
+        torch.testing.assert_close(b[key], a[key], atol=2e-4, rtol=2e-3)
