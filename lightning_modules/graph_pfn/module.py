@@ -138,6 +138,8 @@ class GraphPFN(LightningModule):
             if self.hparams["init_from"] and self._trainer is not None and not self.trainer.ckpt_path:
                 self.load_weights_from(self.hparams["init_from"])
         shard(self.network, self.block_types, self.device_mesh)
+        if self.edge_head is not None:
+            shard(self.edge_head, (), self.device_mesh)
 
     def load_weights_from(self, source: str | list[str]) -> None:
         """Take weights from `source` (see `init_from`) and nothing else. What it lacks must be adapters.
