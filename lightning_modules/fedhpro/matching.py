@@ -65,72 +65,67 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     return F.cosine_similarity(a, b, dim=-1, eps=torch.finfo(a.dtype).tiny)
 
 
-def matching_distance(produced: Tensor, target: Tensor, kind: Distance = "cos") -> Tensor:
-    """Distance between the gradient that hyper-prototypes produce and the clients' one (Eq. 8).
+def matching_distance(produced: Tensor, target: Tensor, kind: Distance = "cos") -> tuple[Tensor, Tensor]:
+    """Distance between the gradient that hyper-prototypes produce and the clients' one (Eq. 8), and its slope.
 
     Args:
         produced: `(c, d)`.
         target: `(c, d)`.
         kind: `"cos"` is the paper's `1 - cosine`. The released code offers `"coord"` (its default),
-            `sum_q 1 - a_q b_q / (|a_q b_q| + 1e-6)`, a count of disagreeing signs whose slope exists only
-            through the constant; `"cos_eps"`, the cosine with 1e-6 in the denominator; and `"mse"`, `sum_q
-            (a_q - b_q)^2`.
+            `sum_q 1 - a_q b_q / (|a_q b_q| + 1e-6)`, a count of disagreeing signs whose slope exists only through the
+            constant; `"cos_eps"`, the cosine with 1e-6 in the denominator; and `"mse"`, `sum_q (a_q - b_q)^2`.
 
     Returns:
-        `(c,)`, at least 0.
+        `(c,)`, at least 0, and its derivative for `produced`, `(c, d)`. Where either vector is 0 the cosine is 0 and
+        has no slope.
 
     Raises:
         ValueError: Unknown kind.
     """
-    if kind == "cos":
-        return 1 - cosine(produced, target)
-    if kind == "cos_eps":
-        lengths = torch.linalg.vector_norm(produced, dim=-1) * torch.linalg.vector_norm(target, dim=-1)
-        return 1 - (produced * target).sum(-1) / (lengths + EPS)
-    if kind == "coord":
-        product = produced * target
-        return (1 - product / (product.abs() + EPS)).sum(-1)
     if kind == "mse":
-        return (produced - target).square().sum(-1)
-    raise ValueError(f"distance is one of {', '.join(get_args(Distance))}, not {kind!r}")
+        gap = produced - target
+        return gap.square().sum(-1), 2 * gap
+    product = produced * target
+    if kind == "coord":
+        size = product.abs() + EPS
+        return (1 - product / size).sum(-1), -EPS * target / size.square()
+    if kind not in ("cos", "cos_eps"):
+        raise ValueError(f"distance is one of {', '.join(get_args(Distance))}, not {kind!r}")
+    inner = product.sum(-1, keepdim=True)
+    tiny = torch.finfo(produced.dtype).tiny
+    long, short = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=tiny) for x in (produced, target))
+    size = (long * short + (EPS if kind == "cos_eps" else 0)).clamp(min=tiny)
+    # d(inner / size) = target / size - inner / size^2 * short * produced / long
+    slope = inner / size.square() * short / long * produced - target / size
+    return (1 - inner / size).squeeze(-1), torch.where(long * short > tiny, slope, 0)
 
 
-def matching_loss(
-    hyper_prototypes: Tensor,
-    classes: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    targets: Tensor,
-    distance: Distance,
+def matching_slope(
+    logits: Tensor, own: Tensor, weight: Tensor, targets: Tensor, distance: Distance
 ) -> tuple[Tensor, Tensor]:
-    """Matching loss of each class and its gradient for the hyper-prototypes (Eq. 6 to 8).
+    """Matching loss of each class, and its derivative for the logits of the hyper-prototypes (Eq. 6 to 8).
 
     With `P = softmax(S W^T + b)` the gradient that the hyper-prototypes of class c produce is
-    `g_hp = mean_i (P_i - e_c) W / I`: the gradient of their mean cross-entropy, averaged over the I rows. It
-    is a closed form of S, so its chain rule is written out once instead of asking autograd for a second
-    derivative.
+    `g_hp = mean_i (P_i - e_c) W / I`: the gradient of their mean cross-entropy, averaged over the I rows. It is a
+    closed form of S, so its chain rule is written out once instead of asking autograd for a second derivative.
 
     Args:
-        hyper_prototypes: `(c, i, d)`, those of `classes`.
-        classes: `(c,)`, int64: the class of each row.
+        logits: `(c, i, k)`, those of the hyper-prototypes.
+        own: `(c, k)`, one-hot class of each row.
         weight: `(k, d)` of the head.
-        bias: `(k,)` of the head.
         targets: `(c, d)` mean class gradients of the clients.
         distance: See `matching_distance`.
 
     Returns:
-        Losses `(c,)` and the gradient of their sum `(c, i, d)`.
+        Losses `(c,)` and the derivative of their sum `(c, i, k)`; times `weight` it is that for the hyper-prototypes.
     """
-    num_hyper = hyper_prototypes.shape[1]
-    probabilities = F.softmax(hyper_prototypes @ weight.T + bias, dim=-1)  # c i k
-    errors = probabilities.mean(1) - F.one_hot(classes, len(weight)).to(weight.dtype)  # c k
-    with torch.enable_grad():
-        produced = (errors @ weight / num_hyper).detach().requires_grad_()
-        losses = matching_distance(produced, targets, distance)
-        (for_produced,) = torch.autograd.grad(losses.sum(), produced)
+    num_hyper = logits.shape[1]
+    probabilities = F.softmax(logits, dim=-1)
+    produced = (probabilities.mean(1) - own) @ weight / num_hyper
+    losses, for_produced = matching_distance(produced, targets, distance)
     for_probability = (for_produced @ weight.T / num_hyper**2)[:, None]  # c 1 k, the same for each i
-    inner = (probabilities * for_probability).sum(-1, keepdim=True)
-    return losses.detach(), (probabilities * (for_probability - inner)) @ weight
+    weighted = probabilities * for_probability
+    return losses, weighted - probabilities * weighted.sum(-1, keepdim=True)
 
 
 def match_hyper_prototypes(
@@ -146,34 +141,43 @@ def match_hyper_prototypes(
 ) -> tuple[Tensor, Tensor]:
     """The server's update: M steps on the summed matching loss (Eq. 6 to 8), with the head fixed.
 
+    A step of SGD moves the hyper-prototypes by a combination of the head's rows, so their logits move by that
+    combination times `W W^T`: the steps run on logits, and the hyper-prototypes are moved once, at the end.
+
     Args:
         hyper_prototypes: `(k, i, d)`; not changed in place.
         weight: `(k, d)` of the head.
         bias: `(k,)` of the head.
         targets: `(k, d)` class gradients, mean over the clients that hold the class.
-        present: `(k,)`, bool: classes that at least one client holds. The others are left as they are, bit
-            for bit.
+        present: `(k,)`, bool: classes that at least one client holds. The others are left as they are, bit for bit.
         steps: M.
         lr: Step size.
         distance: See `matching_distance`.
         optimizer: `"sgd"` without momentum (both sources), or `"adam"`, started afresh at each call.
 
     Returns:
-        New hyper-prototypes `(k, i, d)` and the summed loss before each step and after the last, `(steps +
-        1,)`.
+        New hyper-prototypes `(k, i, d)` and the summed loss before each step and after the last, `(steps + 1,)`.
     """
     classes = present.nonzero().squeeze(1)
     moving = hyper_prototypes[classes].clone()
     weight, bias, targets = weight.detach(), bias.detach(), targets[classes]
-    stepper = torch.optim.Adam([moving], lr=lr) if optimizer == "adam" else torch.optim.SGD([moving], lr=lr)
-    trace = []
+    own = F.one_hot(classes, len(weight)).to(moving.dtype)
+    stepper = torch.optim.Adam([moving], lr=lr) if optimizer == "adam" else None
+    logits, gram, moved, trace = moving @ weight.T + bias, weight @ weight.T, 0, []
     for step in range(steps + 1):
-        losses, moving.grad = matching_loss(moving, classes, weight, bias, targets, distance)
+        losses, slope = matching_slope(logits, own, weight, targets, distance)
         trace.append(losses.sum())
-        if step < steps:
+        if step == steps:
+            break
+        if stepper:
+            moving.grad = slope @ weight
             stepper.step()
+            logits = moving @ weight.T + bias
+        else:
+            moved = moved + slope
+            logits = logits - lr * slope @ gram
     updated = hyper_prototypes.clone()
-    updated[classes] = moving
+    updated[classes] = moving - lr * moved @ weight if steps and not stepper else moving
     return updated, torch.stack(trace)
 
 
