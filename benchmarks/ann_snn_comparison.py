@@ -110,7 +110,12 @@ def save(path: Path, row: dict[str, Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(row) + "\n")
     part.rename(path)
-    print(path.stem, {k: round(v, 4) for k, v in row["test"]["accuracy"].items()}, f"{row['cpu_seconds']:.0f} CPU s", flush=True)
+    print(
+        path.stem,
+        {k: round(v, 4) for k, v in row["test"]["accuracy"].items()},
+        f"{row['cpu_seconds']:.0f} CPU s",
+        flush=True,
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -140,7 +145,10 @@ def run(options: argparse.Namespace) -> None:
             seed_everything(seed, verbose=False)
             data = make_data(options, seed)
             optimizer = lambda parameters: torch.optim.Adam(parameters, lr=options.lr)  # noqa: E731
-            module = AnnSnn(**source, **ROWS[name], optimizer=optimizer)
+            steps = options.epochs * (options.train_images // options.batch_size)
+            scheduler = lambda o, n=steps: torch.optim.lr_scheduler.CosineAnnealingLR(o, n)  # noqa: E731
+            settings = ROWS[name] | json.loads(options.override)
+            module = AnnSnn(**source, **settings, optimizer=optimizer, lr_scheduler=scheduler)
             trainer = Trainer(
                 max_epochs=options.epochs,
                 accelerator="cpu",
@@ -154,7 +162,7 @@ def run(options: argparse.Namespace) -> None:
             trainer.fit(module, datamodule=data)
             trained = time.process_time() - start
             test = evaluate(module.student, data, options.split, options.test_images)
-            row = {"row": name, "seed": seed, "settings": ROWS[name], "training_cpu_seconds": trained, "test": test}
+            row = {"row": name, "seed": seed, "settings": settings, "training_cpu_seconds": trained, "test": test}
             save(path, common | row | {"cpu_seconds": time.process_time() - start})
 
 
@@ -175,7 +183,11 @@ def table(options: argparse.Namespace) -> None:
     ann = rows["ann"][0]["test"]["accuracy"]["0"]
     n = rows["ann"][0]["test"]["images"]
     print(f"ANN {100 * ann:.2f} % on {n} test images\n")
-    print("| network | seeds | " + " | ".join(f"T = {t}" for t in TIME_STEPS) + " | T = 8 against the strongest open loop |")
+    print(
+        "| network | seeds | "
+        + " | ".join(f"T = {t}" for t in TIME_STEPS)
+        + " | T = 8 against the strongest open loop |"
+    )
     print("|---|---|" + "---|" * (len(TIME_STEPS) + 1))
     for name, what in WHAT.items():
         if name not in rows:
@@ -207,6 +219,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--override", default="{}", help="JSON of module options, to choose a setting on --split val")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()

@@ -75,7 +75,7 @@ class AnnSnn(LightningModule):
         train_v0: train the membranes' start, per channel.
         memory_optimised: recompute currents and membranes in the backward pass instead of keeping them.
         optimizer: by default Adam with learning rate 1e-5, as in the paper.
-        lr_scheduler: stepped once per epoch; none by default.
+        lr_scheduler: stepped after every batch, since fine-tuning takes few epochs; none by default.
         init_from: a checkpoint of this class whose weights to start from, instead of a conversion.
     """
 
@@ -295,7 +295,9 @@ class AnnSnn(LightningModule):
         assert self.student is not None
         parameters = [p for p in self.student.parameters() if p.requires_grad]
         optimizer = self.optimizer(parameters) if self.optimizer else torch.optim.Adam(parameters, lr=1e-5)
-        return optimizer if self.lr_scheduler is None else ([optimizer], [self.lr_scheduler(optimizer)])
+        if self.lr_scheduler is None:
+            return optimizer
+        return [optimizer], [{"scheduler": self.lr_scheduler(optimizer), "interval": "step"}]
 
     # ----------------------------------------------------------------------------------------- evaluation
 

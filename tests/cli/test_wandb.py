@@ -7,17 +7,24 @@ from tests.helpers import run
 
 
 def records(folder: Path) -> list:
-    """The records of an offline run."""
+    """The records of an offline run: protocol buffers in a LevelDB log (blocks of 32 KiB, records cut into pieces)."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store = DataStore()
-    store.open_for_scan(str(next(folder.rglob("run-*.wandb"))))
-    found = []
-    while (data := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        found.append(record)
+    data = next(folder.rglob("run-*.wandb")).read_bytes()
+    found, message, at = [], b"", 7  # after the header
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        message += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(message)
+            found.append(record)
+            message = b""
     return found
 
 
@@ -28,8 +35,11 @@ def test_offline_run_holds_metrics_config_and_pictures(tmp_path):
     args += ["--trainer.limit_train_batches", "2", "--trainer.log_every_n_steps", "1", "--model.test_time_steps", "[]"]
     folder = run(args, tmp_path)
     wandb.finish()
+    wandb.teardown()  # its service writes the file when it stops
     content = records(folder)
-    history = [{i.key or "/".join(i.nested_key): i.value_json for i in r.history.item} for r in content if r.history.item]
+    history = [
+        {i.key or "/".join(i.nested_key): i.value_json for i in r.history.item} for r in content if r.history.item
+    ]
     logged = set().union(*history)
     assert {"train/loss", "train/task", "train/global_kl", "train/local", "val/accuracy"} <= logged
     config = {u.key for r in content for u in (*r.config.update, *r.run.config.update)}

@@ -20,9 +20,7 @@ class Numbers(Dataset):
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    size=st.integers(1, 200), batch_size=st.integers(1, 50), world=st.integers(1, 5), shuffle=st.booleans()
-)
+@given(size=st.integers(1, 200), batch_size=st.integers(1, 50), world=st.integers(1, 5), shuffle=st.booleans())
 def test_evaluation_covers_each_item_once_on_any_number_of_ranks(size, batch_size, world, shuffle):
     if size < world:
         with pytest.raises(ValueError, match="cannot be split"):
