@@ -153,4 +153,5 @@ class ObservationEncoder(nn.Module):
             parts.append(self.image_encoder(image, corners))
         if self.state_mlp is not None:
             parts.append(self.state_mlp(observation["state"][:, : self.history]))
-        return torch.cat(parts, dim=-1).flatten(1)
+        # Joined in one go: a flattened view as output would trouble FSDP2's hooks.
+        return torch.cat([part[:, t] for t in range(self.history) for part in parts], dim=-1)
