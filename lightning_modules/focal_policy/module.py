@@ -319,11 +319,14 @@ class FocalPolicy(LightningModule):
         if self.lr_scheduler is not None:
             scheduler = self.lr_scheduler(optimizer)
         else:
-            warm, total = self.hparams["warmup_steps"], self.trainer.estimated_stepping_batches
+            warm = self.hparams["warmup_steps"]
 
             def rate(step: int) -> float:
-                if step < warm:
-                    return step / warm
+                if step <= warm:
+                    return step / warm if warm else 1.0
+                # Asked for only now, in training: asking earlier sets up the loader before a resumed run has given it
+                # its position.
+                total = self.trainer.estimated_stepping_batches
                 return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warm) / max(1, total - warm))))
 
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
