@@ -12,7 +12,9 @@ import argparse
 import json
 import sys
 import time
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,7 +79,7 @@ def one_split(data, seed: int, labels: int) -> tuple[Tensor, Tensor, Tensor, Ten
     number[kept] = np.arange(len(kept))
     edges = number[edges]
     edges = edges[:, (edges >= 0).all(0)]
-    x = data.x.to_dense().numpy().astype(np.float64)[kept]
+    x = data.x.to_dense().numpy()[kept].astype(np.float64)
     x = x[:, x.std(0) > 0]
     if x.shape[1] > COMPONENTS:
         x = PCA(COMPONENTS, svd_solver="randomized", random_state=0).fit_transform(x)
@@ -199,6 +201,16 @@ def table(graphs: list[str], labels: list[int]) -> str:
     return "\n".join(lines)
 
 
+def load(name: str, folder: Path | None) -> Any:
+    """A graph from `folder`, or its public download; None, with a word, where there is neither."""
+    if folder:
+        return read_data(folder / f"{name}.pt")
+    if GRAPHS[name][0] is None:
+        print(f"{name} has no public download in torch-geometric: bring {name}.pt with --data")
+        return None
+    return download(GRAPHS[name][0], Path("data"))
+
+
 def main() -> None:
     """Measure what is missing, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -211,28 +223,20 @@ def main() -> None:
     torch.set_num_threads(1)
     model = GraphPFN.from_pretrained(arguments.weights)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    for name in arguments.graphs:
-        todo = [
-            (labels, seed, RESULTS / f"{name}_{labels}_{seed}.json")
-            for labels in arguments.labels
-            for seed in range(arguments.splits)
-        ]
-        todo = [t for t in todo if not t[2].exists()]
-        if not todo:
+    loaded: dict[str, Any] = {}
+    for seed, name, labels in product(range(arguments.splits), arguments.graphs, arguments.labels):
+        path = RESULTS / f"{name}_{labels}_{seed}.json"
+        if path.exists():
             continue
-        if arguments.data:
-            data = read_data(arguments.data / f"{name}.pt")
-        elif GRAPHS[name][0]:
-            data = download(GRAPHS[name][0], Path("data"))
-        else:
-            print(f"{name} has no public download in torch-geometric: bring {name}.pt with --data")
+        if name not in loaded:
+            loaded[name] = load(name, arguments.data)
+        if loaded[name] is None:
             continue
-        for labels, seed, path in todo:
-            row = {"graph": name, "seed": seed, "labels_per_class": labels, "command": " ".join(sys.argv)}
-            row |= measure(model, data, seed, labels)
-            unfinished = path.with_suffix(".part")
-            unfinished.write_text(json.dumps(row, indent=1) + "\n")
-            unfinished.rename(path)
+        row = {"graph": name, "seed": seed, "labels_per_class": labels, "command": " ".join(sys.argv)}
+        row |= measure(model, loaded[name], seed, labels)
+        unfinished = path.with_suffix(".part")
+        unfinished.write_text(json.dumps(row, indent=1) + "\n")
+        unfinished.rename(path)
     print(table(arguments.graphs, arguments.labels))
 
 

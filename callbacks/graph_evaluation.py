@@ -1,7 +1,9 @@
 """How pretraining on synthetic graphs carries over to real ones, and how alike the two are."""
 
+from typing import Any
+
 import numpy as np
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 
 from callbacks.figures import log_figure, new_figure
@@ -24,7 +26,7 @@ class GraphEvaluation(Callback):
         self.graphs = graphs
         self.curves: dict[str, list[tuple[int, float]]] = {}
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Score every real graph."""
         if trainer.sanity_checking or not isinstance(pl_module, GraphPFN):
             return
@@ -35,7 +37,7 @@ class GraphEvaluation(Callback):
             pl_module.log(f"real/{name}", value, rank_zero_only=True)
             self.curves.setdefault(name, []).append((trainer.global_step, float(value)))
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Draw the pictures."""
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return

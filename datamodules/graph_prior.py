@@ -232,7 +232,7 @@ class PaperPrior:
             classes = int(rng.integers(2, 11)) if task == "multiclass" else 2
             quantile = rng.uniform(0.01, 0.99)
             scm = self.draw_scm(rng)
-            structure = {
+            structure: dict[str, Any] = {
                 "attached_share": rng.uniform(0, 0.3),
                 "attached_degree": 2,
                 "subgraphs": int(rng.integers(2, 9)),
@@ -243,14 +243,15 @@ class PaperPrior:
             }
             for _ in range(self.tries):
                 try:
+                    y: Array | Ints
                     if attributes_first:
                         pairs, x, y = self._attributes_first(rng, n, degree, scm, classes, quantile)
                     else:
                         pairs, size = two_level_graph(rng, n, degree, **structure)
                         if n_context >= size:
                             raise Rejected("the largest component has no node left to predict")
-                        x, y = sample_attributes(rng, pairs, size, scm)
-                        y = _labels(rng, y, task, classes, quantile)
+                        x, value = sample_attributes(rng, pairs, size, scm)
+                        y = _labels(rng, value, task, classes, quantile)
                     return self._finish(rng, pairs, x, y, n_context, 0 if task == "regression" else classes)
                 except Rejected:
                     pass
@@ -259,16 +260,16 @@ class PaperPrior:
         self, rng: Generator, n: int, degree: float, scm: Scm, classes: int, quantile: float
     ) -> tuple[Ints, Array, Ints]:
         scm.convolved, scm.use_degree, scm.use_pagerank = 0.0, False, False
-        x, y = sample_attributes(rng, np.empty((2, 0), dtype=np.int64), n, scm)
-        y = _labels(rng, y, "multiclass", classes, quantile)
+        x, value = sample_attributes(rng, np.empty((2, 0), dtype=np.int64), n, scm)
+        y = _labels(rng, value, "multiclass", classes, quantile).astype(np.int64)
         order = np.argsort(y, kind="stable")
         x, y = x[order], y[order]
-        pairs = simple_pairs(*block_model(rng, y, degree, 0.1), n)
-        pairs, kept = largest_component(pairs, n)
+        source, target = block_model(rng, y, degree, 0.1)
+        pairs, kept = largest_component(simple_pairs(source, target, n), n)
         x, y = x[kept], y[kept]
         order = rng.permutation(len(y))
-        pairs = simple_pairs(*np.argsort(order)[pairs], len(y))
-        return pairs, x[order], y[order]
+        pairs = np.argsort(order)[pairs]
+        return simple_pairs(pairs[0], pairs[1], len(y)), x[order], y[order]
 
     def _finish(
         self, rng: Generator, pairs: Ints, x: Array, y: Array | Ints, n_context: int, classes: int
@@ -279,7 +280,7 @@ class PaperPrior:
         x = x[:, (x[:n_context] != x[0]).any(0)]
         if x.shape[1] < 4:
             raise Rejected("fewer than 4 columns vary among the context nodes")
-        if classes and not _covered(y, n_context, classes):
+        if classes and not _covered(y.astype(np.int64), n_context, classes):
             raise Rejected("a class is missing from the context or from the rest")
         return _as_task(pairs, x, y, n_context, classes)
 
@@ -592,6 +593,7 @@ class GraphPrior(LightningDataModule):
             for settings in self.real:
                 data = NodeClassification(**settings)
                 data.setup()
+                assert data.nodes is not None
                 name = Path(data.source).stem.lower()
                 self._real[name] = data.nodes._replace(context=data.parts["train"], query=data.parts["val"])
         return self._real

@@ -246,23 +246,25 @@ def two_level_graph(
     share = min(first_level_share, (smallest_subgraph - 1) / degree)
     parts = max(1, min(subgraphs, base // smallest_subgraph))
 
-    ends, offset = [], 0
+    parts_ends, offset = [], 0
     for size in random_partition(rng, base, parts, smallest_subgraph).tolist():
         group = sbm_groups(rng, size, min(groups, size))
-        ends.append(np.stack(block_model(rng, group, degree * share, offdiagonal)) + offset)
+        parts_ends.append(np.stack(block_model(rng, group, degree * share, offdiagonal)) + offset)
         offset += size
-    first = rng.permutation(base)[np.concatenate(ends, axis=1)]
+    first = rng.permutation(base)[np.concatenate(parts_ends, axis=1)]
     group = sbm_groups(rng, base, min(groups, base))
     second = rng.permutation(base)[np.stack(block_model(rng, group, degree * (1 - share), offdiagonal))]
 
-    pairs = simple_pairs(*np.concatenate([first, second], axis=1), base)
+    ends = np.concatenate([first, second], axis=1)
+    pairs = simple_pairs(ends[0], ends[1], base)
     pairs, kept = largest_component(pairs, base)
     size = int(kept.sum())
     if size < 2:
         raise Rejected("the largest component is a single node")
     pairs = attach_preferentially(rng, pairs, size, n - base, attached_degree)
     size += n - base
-    return simple_pairs(*rng.permutation(size)[pairs], size), size
+    pairs = rng.permutation(size)[pairs]
+    return simple_pairs(pairs[0], pairs[1], size), size
 
 
 def geometric_graph(rng: Generator, position: Floats, average_degree: float) -> Ints:

@@ -611,6 +611,7 @@ class NodeClassification(LightningDataModule):
         return x[:, varies]
 
     def _check_classes(self, names: list[str]) -> None:
+        assert self.nodes is not None, "call setup() first"
         y = self.nodes.y
         for part in ("val", "test"):
             for c in torch.unique(y[self.parts[part]]).tolist():
@@ -623,6 +624,7 @@ class NodeClassification(LightningDataModule):
     # ------------------------------------------------------------------------------------------- loaders
 
     def _loader(self, context: Tensor, query: Tensor, steps: int) -> Loader:
+        assert self.nodes is not None, "call setup() first"
         nodes = self.nodes._replace(context=context, query=query)
         where = ranks(self)
         size = where["world_size"]
@@ -648,6 +650,7 @@ class NodeClassification(LightningDataModule):
 
         When every node is labelled, the training nodes are the context and all others the query.
         """
+        assert self.nodes is not None, "call setup() first"
         y = self.nodes.y
         known = ~y.isnan() if self.nodes.classes == 0 else y >= 0
         context = self.parts["train"] if known.all() else known

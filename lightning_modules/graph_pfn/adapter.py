@@ -137,9 +137,10 @@ class AdapterMLP(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-        nn.init.zeros_(self.layers[2].weight)
-        nn.init.zeros_(self.layers[2].bias)
+        last = nn.Linear(2 * width, width)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.layers = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), last)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., d) to (..., d)."""

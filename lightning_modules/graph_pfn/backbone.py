@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class FeatureAttention(nn.Module):
-    """Attention among the tokens of one row, without biases or mask.
+class Projections(nn.Module):
+    """The maps of an attention without biases.
 
     Args:
         width: token width `d`.
@@ -38,6 +38,10 @@ class FeatureAttention(nn.Module):
         """Sum the heads' outputs (..., h, e) into tokens (..., d)."""
         return heads.flatten(-2) @ self.out_proj_weight.flatten(0, 1)
 
+
+class FeatureAttention(Projections):
+    """Attention among the tokens of one row, without mask."""
+
     def forward(self, x: Tensor) -> Tensor:
         """Let the tokens of each row look at each other.
 
@@ -51,7 +55,7 @@ class FeatureAttention(nn.Module):
         return self.merge(F.scaled_dot_product_attention(q, k, v).transpose(1, 2))
 
 
-class SampleAttention(FeatureAttention):
+class SampleAttention(Projections):
     """Attention among rows at one token position; rows only look at context rows.
 
     Context rows attend with all heads. Query rows use all heads for their queries, but the keys and values of head 0,

@@ -75,7 +75,7 @@ def codebook(classes: int, columns: int, letters: int, generator: torch.Generato
         for letter, part in enumerate(torch.tensor_split(order, groups), start=first):
             column[part] = letter
 
-    best, best_score = None, (-1.0, -1.0)
+    best, best_score = torch.empty(0), (-1.0, -1.0)
     everyone = torch.arange(classes)
     for _ in range(tries):
         book = torch.zeros(columns, classes, dtype=torch.long)

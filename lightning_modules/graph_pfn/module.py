@@ -119,8 +119,8 @@ class GraphPFN(LightningModule):
         default = replace(default, letters=self.config.classes)
         self.ensemble = configured(default, ensemble, "the ensemble has no setting")
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.network: PublishedNetwork | SmallNetwork | None = None
-        self.edge_head: EdgeHead | None = None
+        self.network: Any = None  # a PublishedNetwork or SmallNetwork, built by configure_model
+        self.edge_head: Any = None
 
     # ------------------------------------------------------------------------------------------- building
 

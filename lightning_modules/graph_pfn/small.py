@@ -91,7 +91,8 @@ class BatchedGraphAttention(GraphAttention):
         """
         q, k, v = self.attn_qkv_linear(x).unflatten(-1, (self.heads, -1)).chunk(3, -1)  # each b n t h e
         if isinstance(graph, Neighbours):
-            flat = attend(*(z.flatten(0, 1) for z in (q, k, v)), graph, "sparse", self.chunk)
+            q, k, v = (z.flatten(0, 1) for z in (q, k, v))
+            flat = attend(q, k, v, graph, "sparse", self.chunk)
             return self.output_linear(flat.flatten(-2).view_as(x))
         t = x.shape[2]
         q, k, v = (z.permute(0, 2, 3, 1, 4).flatten(1, 2) for z in (q, k, v))  # b (t h) n e
@@ -180,11 +181,12 @@ class SmallNetwork(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.read_query = nn.Linear(width, width)
         self.read_key = nn.Linear(width, width)
-        self.correct_class = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, config.classes))
-        self.correct_value = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
-        for layer in (self.read_query, self.correct_class[2], self.correct_value[2]):
+        classes, value = nn.Linear(width, config.classes), nn.Linear(width, 1)
+        for layer in (self.read_query, classes, value):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
+        self.correct_class = nn.Sequential(nn.Linear(width, width), nn.GELU(), classes)
+        self.correct_value = nn.Sequential(nn.Linear(width, width), nn.GELU(), value)
 
     def tokens(self, batch: Batch, task: Task) -> Tensor:
         """First tokens (b, n, t, d)."""
