@@ -1,6 +1,6 @@
 """What turns audio into frames: log-mel frames (nothing to download), or a frozen encoder of transformers.
 
-Every encoder maps float32 audio [b, s] at `sample_rate` and lengths [b] in samples to frames [b, l, f] and
+Every encoder maps float32 audio [b, s] at 16 kHz (`sample_rate`) and lengths [b] in samples to frames [b, l, f] and
 their number [b], and tells the number beforehand (`frame_count`), because prompts are laid out before audio
 is encoded.
 """
@@ -23,18 +23,18 @@ class LogMel(nn.Module):
     nothing.
 
     Args:
-        sample_rate: in Hz.
         mels: number of bands.
         stack: spectrogram frames per output frame.
     """
 
-    def __init__(self, sample_rate: int = 16_000, mels: int = 80, stack: int = 4) -> None:
+    def __init__(self, mels: int = 80, stack: int = 4) -> None:
         super().__init__()
-        self.sample_rate, self.mels, self.stack = sample_rate, mels, stack
-        self.hop, self.window = sample_rate // 100, sample_rate // 40
+        self.sample_rate, self.mels, self.stack = 16_000, mels, stack
+        self.hop, self.window = 160, 400
         self.feature_size = mels * stack
+        self.samples_per_frame = self.hop * stack
         self.description = "log_mel"
-        self.filters = _filters(sample_rate, self.window, mels)
+        self.filters = mel_filters(self.window, mels)
         self.hann = torch.hann_window(self.window)
 
     def frame_count(self, length: Tensor) -> Tensor:
@@ -54,9 +54,10 @@ class LogMel(nn.Module):
         return normed.reshape(len(audio), -1, self.feature_size), count
 
 
-def _filters(sample_rate: int, window: int, mels: int) -> Tensor:
-    bank = mel_filter_bank(window // 2 + 1, mels, 0.0, sample_rate / 2, sample_rate, "slaney", "slaney")
-    return torch.from_numpy(bank).float()  # [window / 2 + 1, mels]
+def mel_filters(window: int, mels: int) -> Tensor:
+    """Triangular filters for a spectrum of a `window` of samples at 16 kHz: [window / 2 + 1, mels]."""
+    bank = mel_filter_bank(window // 2 + 1, mels, 0.0, 8000.0, 16_000, "slaney", "slaney")
+    return torch.from_numpy(bank).float()
 
 
 def log_mel(audio: Tensor, hops: int, hop: int, hann: Tensor, filters: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class FrozenEncoder(nn.Module):
         if self.whisper:
             self.model = self.model.encoder
             self.hann = torch.hann_window(400)
-            self.filters = _filters(16_000, 400, config.num_mel_bins)
+            self.filters = mel_filters(400, config.num_mel_bins)
             window_seconds = config.max_source_positions / 50
         self.normalise = normalise is not False and not self.whisper
         self.description = {
@@ -122,6 +123,7 @@ class FrozenEncoder(nn.Module):
         }
         self.window = round(window_seconds * 16_000)
         self.feature_size = config.hidden_size * stack
+        self.samples_per_frame = 320 * stack
         self.requires_grad_(False).eval()
 
     def train(self, mode: bool = True) -> "FrozenEncoder":
@@ -177,8 +179,8 @@ class FrozenEncoder(nn.Module):
         return hidden[0, :wanted]
 
 
-def build_encoder(encoder: str | dict[str, Any], sample_rate: int = 16_000) -> LogMel | FrozenEncoder:
+def build_encoder(encoder: str | dict[str, Any]) -> LogMel | FrozenEncoder:
     """`log_mel`, the hub id or folder of a `FrozenEncoder`, or its options as a dict."""
     if encoder == "log_mel":
-        return LogMel(sample_rate)
+        return LogMel()
     return FrozenEncoder(**encoder) if isinstance(encoder, dict) else FrozenEncoder(encoder)

@@ -140,6 +140,14 @@ class MoST(LightningModule):
 
     # ------------------------------------------------------------------------------------------------ building
 
+    def setup(self, stage: str) -> None:
+        """Check that the data have the rate that the encoders need."""
+        rate = getattr(self.trainer.datamodule, "sample_rate", 16_000)
+        if rate != 16_000:
+            raise ValueError(
+                f"the encoders need audio at 16000 Hz and the data module gives {rate}: set its sample_rate"
+            )
+
     def configure_model(self) -> None:
         """Build or load the parts; does nothing the second time."""
         if self.network is not None:
@@ -177,9 +185,9 @@ class MoST(LightningModule):
             raise ValueError(f"{h.units} has {self.units.count} units and num_units is {h.num_units}")
         self.vocoder = self.durations = None
         if h.vocoder_width:
-            self.vocoder = UnitVocoder(h.num_units, self.units.hash, self.encoder.sample_rate, h.vocoder_width)
+            self.vocoder = UnitVocoder(h.num_units, self.units.hash, self.encoder.samples_per_frame, h.vocoder_width)
             self.durations = DurationPredictor(h.num_units) if h.deduplicate else None
-            self.mel_loss = MelLoss(self.encoder.sample_rate)
+            self.mel_loss = MelLoss()
         self.prompts = PromptBuilder(tokenizer, layout, h.max_length)
         self.expert_load = torch.zeros(len(moe_blocks(language_model)), 2, config.num_experts)
         self.hparams["architecture"] = {

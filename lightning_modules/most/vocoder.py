@@ -1,26 +1,25 @@
 """Unit vocoder: unit tokens to a waveform, with the HiFi-GAN generator of transformers (Kong et al. 2020).
 
-The generator is trained on a multi-resolution log-mel loss; with the discriminators below, adversarially as
-well.
+It is trained on the distance of log-mel spectrograms at several resolutions.
 """
 
 import torch
 from torch import Tensor, nn
 from transformers import SpeechT5HifiGan, SpeechT5HifiGanConfig
 
-from lightning_modules.most.encoders import _filters, log_mel
+from lightning_modules.most.encoders import log_mel, mel_filters
 from lightning_modules.most.units import deduplicate
 
-RATES = {16_000: (8, 5, 4, 4), 8_000: (5, 4, 4, 4)}  # their product is the number of samples per unit at 25 Hz
+UPSAMPLING = {640: (8, 5, 4, 4), 320: (5, 4, 4, 4)}  # by samples per unit: 25 or 50 units a second at 16 kHz
 
 
 class UnitVocoder(nn.Module):
-    """Units to samples, 25 units per second.
+    """Units to samples at 16 kHz.
 
     Args:
         num_units: size of the unit set.
         unit_hash: hash of the unit set (`Units.hash`), kept with the weights.
-        sample_rate: 16000 or 8000 Hz.
+        samples_per_unit: 640 or 320.
         width: channels in front of the first upsampling; halved at each of the four.
         embedding: size of a unit's embedding.
     """
@@ -29,21 +28,23 @@ class UnitVocoder(nn.Module):
         self,
         num_units: int,
         unit_hash: str = "",
-        sample_rate: int = 16_000,
+        samples_per_unit: int = 640,
         width: int = 128,
         embedding: int = 64,
     ) -> None:
         super().__init__()
-        if sample_rate not in RATES:
-            raise ValueError(f"the vocoder works at {' or '.join(map(str, RATES))} Hz, not at {sample_rate}")
-        rates = RATES[sample_rate]
-        self.unit_hash, self.sample_rate = unit_hash, sample_rate
-        self.samples_per_unit = sample_rate // 25
+        if samples_per_unit not in UPSAMPLING:
+            raise ValueError(
+                f"the vocoder makes {' or '.join(map(str, UPSAMPLING))} samples per unit; the encoder has one frame "
+                f"per {samples_per_unit}: change its stack"
+            )
+        rates = UPSAMPLING[samples_per_unit]
+        self.unit_hash, self.samples_per_unit = unit_hash, samples_per_unit
         self.embedding = nn.Embedding(num_units, embedding)
         self.generator = SpeechT5HifiGan(
             SpeechT5HifiGanConfig(
                 model_in_dim=embedding,
-                sampling_rate=sample_rate,
+                sampling_rate=16_000,
                 upsample_initial_channel=width,
                 upsample_rates=list(rates),
                 upsample_kernel_sizes=[2 * r + r % 2 for r in rates],  # kernel minus rate is even: no sample is lost
@@ -130,17 +131,16 @@ class MelLoss(nn.Module):
     """Mean absolute difference of log-mel spectrograms at several resolutions.
 
     Args:
-        sample_rate: in Hz.
         windows: lengths of the analysis windows in samples; the hop is a quarter.
         mels: bands at each.
     """
 
-    def __init__(self, sample_rate: int, windows: tuple[int, ...] = (256, 512, 1024), mels: int = 40) -> None:
+    def __init__(self, windows: tuple[int, ...] = (256, 512, 1024), mels: int = 40) -> None:
         super().__init__()
         self.windows = windows
         for window in windows:
             self.register_buffer(f"hann_{window}", torch.hann_window(window), persistent=False)
-            self.register_buffer(f"filters_{window}", _filters(sample_rate, window, mels), persistent=False)
+            self.register_buffer(f"filters_{window}", mel_filters(window, mels), persistent=False)
 
     def forward(self, made: Tensor, real: Tensor) -> Tensor:
         """Compare samples [b, s]; the result is in natural logarithms."""
