@@ -1,5 +1,6 @@
 """Demonstrations of robots, as windows of observations and actions: Meta-World experts, or your own recordings."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -262,7 +263,9 @@ class RobotDemonstrations(LightningDataModule):
             raise ValueError(
                 f"{self.source} has no simulator: remove callbacks.Rollouts and try the exported policy on the robot"
             )
-        return metaworld.Simulators(task, self.observe, self.history, self.processes)
+        ranks_here = self.trainer.num_devices if self.trainer is not None else 1
+        processes = self.processes or max(1, (os.cpu_count() or 1) // ranks_here)
+        return metaworld.Simulators(task, self.observe, self.history, processes)
 
     def episode_seeds(self, task: str, stage: str, count: int) -> list[int]:
         """Seeds of the layouts of evaluation episodes; those of "val", "test" and training differ."""

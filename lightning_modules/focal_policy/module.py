@@ -146,13 +146,13 @@ class FocalPolicy(LightningModule):
         self.hparams.update({k: None for k in ("optimizer", "lr_scheduler") if callable(self.hparams[k])})
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.time_sampler = time_sampler or ("v0" if objective == "composite" else "cfm")
+        self._config(action_dim=1, state_dim=1, point_channels=0, image_crop=0)  # checks horizon and slices at once
         if objective == "consistency" and segments > 1 and self.time_sampler != "cfm":
             raise ValueError(
                 f"time_sampler {self.time_sampler} does not keep the anchor in the student's segment: set segments to 1"
             )
         if not 0 <= proximal_start <= horizon - action_steps:
             raise ValueError(f"proximal_start {proximal_start} is outside [0, horizon - action_steps]")
-        self._config(action_dim=1, state_dim=1, point_channels=0, image_crop=0)  # checks horizon and slices at once
         self.network: PolicyNetwork | None = None
 
     # ------------------------------------------------------------------------------------------- building
