@@ -3,12 +3,13 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from safetensors.torch import load_model, save_model
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.text import CharErrorRate, WordErrorRate
@@ -52,6 +53,20 @@ SCORES = {
     "tts_wer_own_judge": WordErrorRate,
 }
 SPOKEN = ("tts", "qa_speech", "interleaved")  # tasks whose sequences hold unit tokens
+
+
+class Responses(NamedTuple):
+    """What the model said to b prompts.
+
+    Attributes:
+        texts: b texts.
+        units: b sequences of units, int64; empty where nothing was spoken.
+        limit: most tokens that a response could have.
+    """
+
+    texts: list[str]
+    units: list[Tensor]
+    limit: int
 
 
 class MoST(LightningModule):
@@ -136,6 +151,8 @@ class MoST(LightningModule):
             raise ValueError("a new language model needs a tokenizer: a list of words or of characters, or a hub id")
         self.tasks, self.optimizer, self.init_from = tasks, optimizer, init_from
         self.network: SpeechTextModel | None = None
+        self.vocoder: UnitVocoder | None = None
+        self.durations: DurationPredictor | None = None
         self.scores = nn.ModuleDict({name: metric() for name, metric in SCORES.items()})
 
     # ------------------------------------------------------------------------------------------------ building
@@ -156,7 +173,8 @@ class MoST(LightningModule):
         stored = h.architecture or {}
         self.encoder = build_encoder(stored.get("encoder", h.encoder))
         if "tokenizer" in stored:
-            tokenizer = PreTrainedTokenizerFast(**stored["tokenizer"]["special"], tokenizer_object=_fast(stored))
+            fast = Tokenizer.from_str(stored["tokenizer"]["json"])
+            tokenizer = PreTrainedTokenizerFast(**stored["tokenizer"]["special"], tokenizer_object=fast)
         elif isinstance(h.tokenizer, list):
             tokenizer = word_tokenizer(h.tokenizer)
         else:
@@ -183,7 +201,6 @@ class MoST(LightningModule):
         self.units = Units.load(Path(h.units)) if h.units else Units(h.num_units, self.encoder.feature_size)
         if self.units.count != h.num_units:
             raise ValueError(f"{h.units} has {self.units.count} units and num_units is {h.num_units}")
-        self.vocoder = self.durations = None
         if h.vocoder_width:
             self.vocoder = UnitVocoder(h.num_units, self.units.hash, self.encoder.samples_per_frame, h.vocoder_width)
             self.durations = DurationPredictor(h.num_units) if h.deduplicate else None
@@ -291,16 +308,6 @@ class MoST(LightningModule):
             if self.vocoder is not None:
                 self.vocoder.unit_hash = self.units.hash
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the hash of the units that the vocoder was trained on."""
-        if self.vocoder is not None:
-            checkpoint["vocoder_unit_hash"] = self.vocoder.unit_hash
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore it."""
-        if self.vocoder is not None:
-            self.vocoder.unit_hash = checkpoint["vocoder_unit_hash"]
-
     # ------------------------------------------------------------------------------------------------ inference
 
     @torch.no_grad()
@@ -315,7 +322,7 @@ class MoST(LightningModule):
     def forward(self, audio: Tensor, length: Tensor) -> list[str]:
         """Transcribe: float32 [b, s] samples at 16 kHz and int64 [b] lengths to b texts."""
         frames, count = self.encode(audio, length)
-        return self._respond("asr", [Example("asr", frames=n) for n in count.tolist()], _packed(frames, count))[0]
+        return self._transcribe(frames, count)
 
     def speak(self, texts: list[str]) -> list[Tensor]:
         """Speak: b texts to b waveforms float32 [s] at the encoder's sample rate.
@@ -326,7 +333,7 @@ class MoST(LightningModule):
         if self.vocoder is None:
             raise ValueError("the model has no vocoder: set vocoder_width and train it")
         self.vocoder.check(self.units.hash)
-        return self._vocode(self._respond("tts", [Example("tts", text) for text in texts], None)[1])
+        return self._vocode(self._respond("tts", [Example("tts", text) for text in texts], None).units)
 
     def _vocode(self, units: list[Tensor]) -> list[Tensor]:
         return self.vocoder.speak(units if self.durations is None else self.durations.lengthen(units))
@@ -335,10 +342,10 @@ class MoST(LightningModule):
         """Answer spoken questions [b, s]: b texts, and b sequences of units (empty unless `spoken`)."""
         frames, count = self.encode(audio, length)
         task = "qa_speech" if spoken else "qa_text"
-        return self._respond(task, [Example(task, frames=n) for n in count.tolist()], _packed(frames, count))
+        responses = self._respond(task, [Example(task, frames=n) for n in count.tolist()], _packed(frames, count))
+        return responses.texts, responses.units
 
-    def _respond(self, task: str, examples: list[Example], frames: Tensor | None) -> tuple[list[str], list[Tensor]]:
-        """Texts and units of the responses."""
+    def _respond(self, task: str, examples: list[Example], frames: Tensor | None) -> "Responses":
         prompt = self._on_device(self.prompts(examples, respond=False))
         expect = {"tts": "speech", "qa_speech": "text_then_speech"}.get(task, "text")
         limit = min(self.hparams.max_response, self.hparams.max_length - prompt.input_ids.shape[1])
@@ -362,9 +369,8 @@ class MoST(LightningModule):
         texts = self.prompts.tokenizer.batch_decode(
             [row[row < layout.first_unit] for row in out.cpu()], skip_special_tokens=True
         )
-        return [" ".join(t.split()) for t in texts], [
-            row[own] - layout.first_unit for row, own in zip(out, unit, strict=True)
-        ]
+        units = [row[own] - layout.first_unit for row, own in zip(out, unit, strict=True)]
+        return Responses([" ".join(text.split()) for text in texts], units, limit)
 
     def _on_device(self, prompt: Prompt) -> Prompt:
         return Prompt(*(x.to(self.device) for x in prompt))
@@ -398,15 +404,15 @@ class MoST(LightningModule):
             answer_frames, answer_count = self.encode(batch.answer_audio, batch.answer_length)
         answer_units = self.units(answer_frames)
         examples, heard = [], []
-        for i in range(len(batch.text)):
+        numbers = zip(count.tolist(), answer_count.tolist(), batch.number.tolist(), strict=True)
+        for i, (n, n_answer, number) in enumerate(numbers):
             possible = ["text"] if batch.text[i] else []
-            if count[i] > 0 and batch.text[i]:
+            if n and batch.text[i]:
                 possible += ["asr", "tts", "interleaved"]
-            if count[i] > 0 and batch.answer[i]:
-                possible += ["qa_text"] + (["qa_speech"] if answer_count[i] > 0 else [])
-            number = float(batch.number[i])
+            if n and batch.answer[i]:
+                possible += ["qa_text"] + (["qa_speech"] if n_answer else [])
             task = choose_task(self.tasks, possible, number)
-            own = answer_units[i, : answer_count[i]] if task == "qa_speech" else units[i, : count[i]]
+            own = answer_units[i, :n_answer] if task == "qa_speech" else units[i, :n]
             if self.hparams.deduplicate:
                 own = deduplicate(own)[0]
             hears = task in ("asr", "qa_text", "qa_speech")
@@ -415,7 +421,7 @@ class MoST(LightningModule):
                 Example(
                     task,
                     batch.text[i],
-                    int(count[i]) if hears else 0,
+                    n if hears else 0,
                     own,
                     batch.answer[i],
                     text_first=int(number * 2**16) % 2 == 1,
@@ -558,17 +564,18 @@ class MoST(LightningModule):
         return token_losses(logits, prompt.labels)
 
     def _transcribe(self, frames: Tensor, count: Tensor) -> list[str]:
-        return self._respond("asr", [Example("asr", frames=n) for n in count.tolist()], _packed(frames, count))[0]
+        examples = [Example("asr", frames=n) for n in count.tolist()]
+        return self._respond("asr", examples, _packed(frames, count)).texts
 
     def _evaluate_speech(self, batch) -> None:
         frames, count = self.encode(batch.audio, batch.length)
         real = [self.units(f[:n]) for f, n in zip(frames, count.tolist(), strict=True)]
         if self.hparams.deduplicate:
             real = [deduplicate(u)[0] for u in real]
-        _, made = self._respond("tts", [Example("tts", text) for text in batch.text], None)
+        _, made, limit = self._respond("tts", [Example("tts", text) for text in batch.text], None)
         self.scores["unit_error"].update(*([" ".join(map(str, u.tolist())) for u in side] for side in (made, real)))
         # begin_audio, end_audio and EOS are around the units of a response that had to be closed
-        stopped = [float(len(u) < self.hparams.max_response - 3) for u in made]
+        stopped = [float(len(u) < limit - 3) for u in made]
         self.scores["tts_stopped"].update(torch.tensor(stopped))
         shuffle = torch.Generator().manual_seed(int(batch.index[0]))
         mixed = [u[torch.randperm(len(u), generator=shuffle).to(u.device)] for u in real]
@@ -612,9 +619,3 @@ class MoST(LightningModule):
 def _packed(frames: Tensor, count: Tensor) -> Tensor:
     """The first `count` [b] frames of each row of [b, l, f], one after the other: [n, f]."""
     return frames[torch.arange(frames.shape[1], device=frames.device) < count[:, None]]
-
-
-def _fast(stored: dict[str, Any]):
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_str(stored["tokenizer"]["json"])

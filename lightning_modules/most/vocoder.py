@@ -39,7 +39,9 @@ class UnitVocoder(nn.Module):
                 f"per {samples_per_unit}: change its stack"
             )
         rates = UPSAMPLING[samples_per_unit]
-        self.unit_hash, self.samples_per_unit = unit_hash, samples_per_unit
+        self.samples_per_unit = samples_per_unit
+        self.hash_bytes = nn.Buffer(torch.zeros(8, dtype=torch.uint8))  # travels with the weights
+        self.unit_hash = unit_hash or "0" * 16
         self.embedding = nn.Embedding(num_units, embedding)
         self.generator = SpeechT5HifiGan(
             SpeechT5HifiGanConfig(
@@ -60,6 +62,15 @@ class UnitVocoder(nn.Module):
     def forward(self, units: Tensor) -> Tensor:
         """Units int64 [b, l] to samples float32 [b, l * samples_per_unit] in [-1, 1]."""
         return self.generator(self.embedding(units))
+
+    @property
+    def unit_hash(self) -> str:
+        """Hash of the unit set it speaks."""
+        return bytes(self.hash_bytes.tolist()).hex()
+
+    @unit_hash.setter
+    def unit_hash(self, value: str) -> None:
+        self.hash_bytes.copy_(torch.tensor(list(bytes.fromhex(value)), dtype=torch.uint8))
 
     def check(self, unit_hash: str) -> None:
         """Refuse units of another set.

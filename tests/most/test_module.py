@@ -106,6 +106,8 @@ def test_save_pretrained_round_trip_and_init_from(fitted, tmp_path):
     loaded = MoST.from_pretrained(tmp_path)
     for name, tensor in module.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert loaded.vocoder.unit_hash == module.units.hash
+    assert len(loaded.speak(["one"])[0]) > 0
     for source in (tmp_path, path / "checkpoints" / "last.ckpt"):
         started = model(init_from=str(source))
         started.configure_model()

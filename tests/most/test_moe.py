@@ -154,3 +154,16 @@ def test_router_stays_in_float32_under_autocast_and_bfloat16():
 def test_models_that_cannot_be_converted(changes, options, words):
     with pytest.raises(ValueError, match=words):
         make_modality_aware(language_model(**changes), **options)
+
+
+def test_block_is_captured_as_one_graph():
+    """No graph break in the block (what block-wise `torch.compile` needs), and the same numbers."""
+    model = make_modality_aware(language_model())
+    block = moe_blocks(model)[0]
+    hidden = torch.randn(2, 5, 32)
+    modality = MODALITY[:, :5].contiguous()
+    with torch.no_grad():
+        expected = block(hidden, modality)
+        compiled = torch.compile(block, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(hidden, modality), expected)
+    assert block.routing.indices.shape == (10, 2)
