@@ -245,8 +245,6 @@ def table_of(data: Any, split: int, name: str) -> Table:
                 raise ValueError(f"{name} has {masks[part].shape[1]} splits: split_index {split} is too high")
             masks[part] = masks[part][:, split]
     y = data.y.reshape(-1).numpy().astype(float)
-    if not torch.is_floating_point(data.y):
-        y[y < 0] = math.nan
     wide = x.astype(np.float32) if dense else np.empty((n, 0), dtype=np.float32)
     return Table(columns, wide, edges, y, masks, [str(i) for i in range(n)])
 
@@ -399,8 +397,8 @@ class NodeClassification(LightningDataModule):
             `torch_geometric.data.Data`; or a folder with `nodes.csv` and `edges.csv` (or `.parquet`).
         data_dir: where downloads are kept.
         target: column of `nodes.csv` to predict; `label`, `y` or `target` by default.
-        task: `classification`, `regression`, or `auto`: values that are not whole numbers, or more than 100 different
-            numbers, are regression.
+        task: `classification` (-1 counts as unknown beside 0 and other classes), `regression`, or `auto`: values that
+            are not whole numbers, or more than 100 different numbers, are regression.
         columns: column -> `numeric`, `fraction`, `categorical` or `dense`, where the guess that is printed is wrong;
             `ignore` leaves a column out.
         components: most feature columns; beyond, categories get one column each and all go through principal
@@ -513,6 +511,10 @@ class NodeClassification(LightningDataModule):
         if not known.any():
             raise ValueError(f"{self.source}: no node has a label, so there is nothing to learn from")
         distinct = sorted(set(target[known].tolist()))
+        if not strings and self.task != "regression" and distinct[:2] == [-1, 0] and len(distinct) > 2:
+            self.said.append("target: -1 counts as unknown")
+            known &= target != -1
+            distinct = distinct[1:]
         regression = self.task == "regression"
         if self.task == "auto" and not strings:
             regression = len(distinct) > 100 or any(v != round(v) for v in distinct)

@@ -133,6 +133,16 @@ def test_a_saved_data_object(tmp_path):
     assert not torch.equal(data.parts["train"], other.parts["train"])
 
 
+def test_minus_one_is_unknown_beside_other_classes_only(tmp_path):
+    for y, names in ((torch.arange(40) % 3 - 1, ["0", "1"]), (torch.arange(40) % 2 * 2 - 1, ["-1", "1"])):
+        object_ = graph()
+        object_.y = y
+        torch.save(object_, tmp_path / "g.pt")
+        data = NodeClassification(str(tmp_path / "g.pt"), labels_per_class=4)
+        data.setup()
+        assert data.nodes.class_names == names
+
+
 def test_given_splits_and_values(tmp_path):
     masks = {
         f"{p}_mask": torch.stack([(torch.arange(40) + i) % 3 == k for i in range(2)], 1)
