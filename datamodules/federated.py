@@ -251,7 +251,10 @@ class FederatedImages(LightningDataModule):
         self.augment, self.image_size, self.channels = tuple(augment or ()), image_size, channels
         self.mean, self.std, self.seed, self.predict_folder = mean, std, seed, predict_folder
         self.classes: list[str] = []
-        self.domains = [source if source in ("digits", *DOWNLOADS) else Path(source).stem for source in self.sources]
+        if len(set(self.sources)) < len(self.sources):
+            raise ValueError(f"sources {', '.join(self.sources)} name the same images twice")
+        names = [source if source in ("digits", *DOWNLOADS) else Path(source).stem for source in self.sources]
+        self.domains = names if len(set(names)) == len(names) else self.sources
 
     # ---------------------------------------------------------------------------------------------- reading
 

@@ -148,6 +148,8 @@ def test_missing_source():
 
 
 def test_domains_that_do_not_fit(two_sets, tmp_path):
+    with pytest.raises(ValueError, match="the same images twice"):
+        FederatedImages(sources=["digits", "digits"])
     with pytest.raises(ValueError, match="set image_size and channels"):
         ready(sources=two_sets, train_size=None, test_size=None)
     with pytest.raises(ValueError, match="share their classes"):

@@ -1,0 +1,226 @@
+"""FedHPro against seven baselines and its controls, on image sets of yours.
+
+    python benchmarks/fedhpro_comparison.py run --setting digit_domains --sources mnist.npz usps.npz digits
+    python benchmarks/fedhpro_comparison.py run --setting office --sources office/amazon office/dslr office/webcam ...
+    python benchmarks/fedhpro_comparison.py run --setting cifar10_dirichlet05 --sources cifar10
+    python benchmarks/fedhpro_comparison.py table
+
+A source is whatever `FederatedImages` takes. For every row the learning rate of the clients is chosen from `--lrs` by
+the accuracy on validation images (mean of the last five rounds, seed 100), then `--seeds` are run with it. The budget
+(rounds, epochs, batch, network) is one for all. The figure of merit is the test accuracy, mean of the last five
+rounds; with several domains the mean over domains. Each run is one JSON file below
+`benchmarks/results/fedhpro/<setting>`, written the moment it exists; runs that exist are passed over, so the script
+can be stopped and started again.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+
+from datamodules import FederatedImages
+from lightning_modules import FedHPro
+
+RESULTS = Path(__file__).parent / "results" / "fedhpro"
+TUNING_SEED = 100
+LAST = 5  # rounds that count
+ANCHORS = {"tau": 0.2, "margin_normalize": True}
+ROWS: dict[str, dict[str, Any]] = {  # name: strategy and its arguments
+    "FedAvg": {},
+    "FedProx": {"mu": 0.01},
+    "Moon": {"mu": 1.0},
+    "FedProto": {},
+    "FPL": {},
+    "FedTGP": {},
+    "CReFF": {},
+    "HyperPrototypes": ANCHORS,
+    "FrozenHyperPrototypes": ANCHORS,
+    "AveragedPrototypes": ANCHORS,
+    "ZeroPrototype": {},
+    "NoMargin": ANCHORS,
+    "ContrastiveOnly": ANCHORS,
+    "AlignmentOnly": ANCHORS,
+    "HeadRetraining": ANCHORS,
+}
+DOMAINS = {"partition": "domain", "augment": ["crop"]}
+CIFAR = {"train_size": 5000, "test_size": 2000, "clients": 10, "augment": ["crop", "flip"]}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "digit_domains": DOMAINS
+    | {"image_size": 16, "channels": 1, "clients": 9, "images_per_client": 60, "train_size": 1200, "test_size": 350},
+    "office": DOMAINS | {"image_size": 32, "channels": 3, "clients": 8, "images_per_client": 80},
+    "cifar10_dirichlet05": CIFAR | {"partition": "dirichlet", "alpha": 0.5},
+    "cifar10_dirichlet005": CIFAR | {"partition": "dirichlet", "alpha": 0.05},
+    "cifar10_longtail100": CIFAR | {"partition": "dirichlet_balanced", "alpha": 0.5, "long_tail": 100},
+}
+
+
+class Curve(Callback):
+    """Validation accuracy of every round, test accuracy of the last five."""
+
+    def __init__(self) -> None:
+        self.val: list[float] = []
+        self.test: list[dict[str, float]] = []
+
+    def on_validation_end(self, trainer: Trainer, pl_module: FedHPro) -> None:
+        """Read what the module has just logged; test in the last rounds."""
+        if trainer.sanity_checking:
+            return
+        logged = {k.removeprefix("val/"): float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+        self.val.append(logged.get("accuracy_domain_mean", logged["accuracy"]))
+        if trainer.current_epoch >= trainer.max_epochs - LAST:
+            self.test.append(test(pl_module, trainer.datamodule))
+
+
+@torch.no_grad()
+def test(model: FedHPro, data: FederatedImages) -> dict[str, float]:
+    """Test accuracy of each domain."""
+    right, count = torch.zeros(len(data.domains)), torch.zeros(len(data.domains))
+    for batch in data.test_dataloader():
+        right.index_add_(0, batch.domain, (model(batch.image).argmax(1) == batch.label).float())
+        count += torch.bincount(batch.domain, minlength=len(count))
+    return dict(zip(data.domains, (right / count).tolist(), strict=True))
+
+
+def one_run(options: argparse.Namespace, row: str, lr: float, seed: int) -> dict[str, Any]:
+    """Train one row; the JSON of the run."""
+    start = time.process_time()
+    seed_everything(seed, verbose=False)
+    setting = SETTINGS[options.setting] | ({"clients": options.clients} if options.clients else {})
+    data = FederatedImages(sources=options.sources, data_dir=options.data_dir, seed=seed, **setting)
+    model = FedHPro(
+        row,
+        ROWS[row],
+        network="SmallCNN",
+        network_args={"in_channels": 3 if options.setting.startswith(("office", "cifar")) else 1},
+        local_epochs=options.epochs,
+        local_batch_size=options.batch_size,
+        local_optimizer=lambda p: torch.optim.SGD(p, lr=lr, momentum=0.9),
+        seed=seed,
+    )
+    curve = Curve()
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = Trainer(
+        max_epochs=options.rounds, callbacks=[curve], num_sanity_val_steps=0, log_every_n_steps=1, **quiet
+    )
+    result: dict[str, Any] = {"row": row, "setting": options.setting, "seed": seed, "lr": lr}
+    try:
+        trainer.fit(model, data)
+    except ValueError as error:  # a learning rate at which a client diverges is a result, too
+        result["diverged"] = str(error)
+    result |= {"val": curve.val, "test": curve.test, "cpu_seconds": time.process_time() - start}
+    result["budget"] = {k: getattr(options, k) for k in ("rounds", "epochs", "batch_size", "lrs", "sources")}
+    return result | {"command": " ".join(sys.argv)}
+
+
+def stored(path: Path, make: Any) -> dict[str, Any]:
+    """The JSON at `path`, made first if it is not there."""
+    if not path.exists():
+        result = make()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(result) + "\n")
+        part.rename(path)
+        scores = f"val {val_score(result):.4f} test {test_score(result):.4f}"
+        print(f"{path.stem:40} {scores} {result['cpu_seconds']:.0f} CPU s", flush=True)
+    return json.loads(path.read_text())
+
+
+def val_score(result: dict[str, Any]) -> float:
+    """Validation accuracy, mean of the last five rounds; 0 if a client diverged."""
+    return 0.0 if "diverged" in result else statistics.mean(result["val"][-LAST:])
+
+
+def test_score(result: dict[str, Any]) -> float:
+    """Test accuracy, mean over domains and the last five rounds; 0 if a client diverged."""
+    return 0.0 if "diverged" in result else statistics.mean(statistics.mean(each.values()) for each in result["test"])
+
+
+def run(options: argparse.Namespace) -> None:
+    """Choose the learning rate of every row, then run the seeds."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    folder = RESULTS / (options.name or options.setting)
+    for row in options.rows:
+        tried = {
+            lr: stored(
+                folder / f"{row}-lr{lr:g}-tuning.json", lambda row=row, lr=lr: one_run(options, row, lr, TUNING_SEED)
+            )
+            for lr in options.lrs
+        }
+        best = max(tried, key=lambda lr: val_score(tried[lr]))
+        for seed in options.seeds:
+            path = folder / f"{row}-seed{seed}.json"
+            stored(path, lambda row=row, lr=best, seed=seed: one_run(options, row, lr, seed))
+
+
+def table(options: argparse.Namespace) -> None:
+    """Print a table and draw a figure of every setting that has results."""
+    from callbacks.figures import new_figure
+
+    for folder in sorted(p for p in RESULTS.iterdir() if p.is_dir()):
+        runs: dict[str, dict[int, dict[str, Any]]] = {}
+        for path in sorted(folder.glob("*-seed*.json")):
+            result = json.loads(path.read_text())
+            runs.setdefault(result["row"], {})[result["seed"]] = result
+        print(f"\n{folder.name}\n| strategy | lr | test accuracy, % | minus FedAvg, by seed | minus frozen, by seed |")
+        print("|---|---|---|---|---|")
+        figure = new_figure(7, 4.5)
+        axes = figure.add_subplot()
+        for row in [r for r in ROWS if r in runs]:
+            scores = {seed: 100 * test_score(result) for seed, result in runs[row].items()}
+            spread = statistics.stdev(scores.values()) if len(scores) > 1 else float("nan")
+            gaps = [
+                " ".join(
+                    f"{score - 100 * test_score(runs[other][seed]):+.1f}"
+                    for seed, score in scores.items()
+                    if seed in runs.get(other, {})
+                )
+                for other in ("FedAvg", "FrozenHyperPrototypes")
+            ]
+            lr = next(iter(runs[row].values()))["lr"]
+            mean = statistics.mean(scores.values())
+            print(f"| {row} | {lr:g} | {mean:.1f} ± {spread:.1f} (n = {len(scores)}) | {gaps[0]} | {gaps[1]} |")
+            curves = [result["val"] for result in runs[row].values() if "diverged" not in result]
+            if curves:
+                rounds = range(1, len(curves[0]) + 1)
+                axes.plot(rounds, [100 * statistics.mean(v) for v in zip(*curves, strict=True)], label=row)
+        axes.set(xlabel="round", ylabel="validation accuracy, %", title=folder.name)
+        axes.legend(fontsize=6)
+        figure.savefig(folder / "rounds.png")
+
+
+def main() -> None:
+    """`run` or `table`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("--setting", choices=SETTINGS, required=True)
+    running.add_argument("--sources", nargs="+", required=True)
+    running.add_argument("--name", help="folder of the results, if not the setting's")
+    running.add_argument("--data_dir", default="data")
+    running.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    running.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    running.add_argument("--lrs", nargs="+", type=float, default=[0.01, 0.03, 0.1])
+    running.add_argument("--rounds", type=int, default=30)
+    running.add_argument("--epochs", type=int, default=2)
+    running.add_argument("--batch_size", type=int, default=16)
+    running.add_argument("--clients", type=int, help="instead of the setting's")
+    commands.add_parser("table")
+    options = parser.parse_args()
+    {"run": run, "table": table}[options.command](options)
+
+
+if __name__ == "__main__":
+    main()
