@@ -1,0 +1,36 @@
+"""The package as it is installed."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import configs
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.long
+def test_wheel_holds_configs_and_weights(tmp_path):
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True)
+    names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
+    assert {"cli.py", "lightning_modules/py.typed", "lightning_modules/ann_snn/weights/digits.safetensors"} <= names
+    assert {f"configs/{name}.yaml" for name in configs.names()} <= names
+    target = tmp_path / "installed"
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(target)
+    code = "import cli, configs, sys; assert configs.__file__.startswith(sys.argv[1]); cli.main(sys.argv[2:])"
+    args = ["fit", "-c", "ann_snn/digits_source", "-c", "trainer/smoke", "--trainer.enable_progress_bar", "false"]
+    run = [sys.executable, "-c", code, str(target), *args]
+    subprocess.run(run, check=True, cwd=tmp_path, env={"PYTHONPATH": str(target), "PATH": "/usr/bin:/bin"})
+    assert list((tmp_path / "runs").rglob("last.ckpt"))
+
+
+def test_importing_one_method_loads_no_other():
+    code = (
+        "import sys, lightning_modules; lightning_modules.ImageClassifier;"
+        "heavy = {'diffusers', 'torch_geometric', 'mujoco', 'flwr'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
