@@ -21,7 +21,7 @@ SMALL = [
 ]
 WITHOUT_REPORT = [
     *("--trainer.callbacks", "lightning.pytorch.callbacks.ModelCheckpoint"),
-    *("--trainer.callbacks.save_last", "true"),
+    *("--trainer.callbacks.save_last", "true", "--trainer.callbacks+=callbacks.EMA", "--trainer.callbacks.decay=0.5"),
 ]
 
 
@@ -105,3 +105,18 @@ def test_a_sharded_checkpoint_consolidates_and_serves_one_process(runs, capsys, 
         cli.main([*base, "--trainer.max_steps", "7", "--ckpt_path", str(checkpoint)])
     assert len(losses(always_one)) == 7
     assert losses(runs["sharded"]) == pytest.approx(losses(always_one), rel=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_the_average_of_weights_is_that_of_one_process(runs, strategy):
+    def average(run):
+        content = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+        return next(v for k, v in content["callbacks"].items() if k.startswith("EMA"))
+
+    one, two = average(runs["one"]), average(runs[strategy])
+    assert one["updates"] == two["updates"] == 4
+    assert one["average"].keys() == two["average"].keys()
+    raw = weights(runs["one"] / "checkpoints" / "last.ckpt")
+    for name, value in one["average"].items():
+        torch.testing.assert_close(two["average"][name], value, rtol=1e-4, atol=1e-5)
+    assert any(not torch.equal(raw[name], value) for name, value in one["average"].items())
