@@ -194,7 +194,7 @@ class SpikingReport(Callback):
         """Report on the test images."""
         assert isinstance(pl_module, AnnSnn)
         report = self.finish(trainer, pl_module)
-        figures = {}
+        figures: dict[str, float] = {}
         for name, values in report["accuracy"].items():
             key = name.replace(", ", "_").replace(" ", "_")
             figures |= {f"test/{key}_t{t}": x for t, x in zip(report["time_steps"], values, strict=True)}

@@ -6,6 +6,7 @@ import socket
 import sys
 import tempfile
 import urllib.error
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -473,7 +474,7 @@ def download(source: str, data_dir: Path) -> Path:
 
 
 @contextmanager
-def _short_timeout(seconds: float = 15.0):
+def _short_timeout(seconds: float = 15.0) -> Iterator[None]:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

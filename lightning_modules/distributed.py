@@ -70,7 +70,8 @@ def shard(module: nn.Module, block_types: Iterable[type[nn.Module]], mesh: Devic
     for block in module.modules():
         if isinstance(block, block_types) and block is not module:
             fully_shard(block, mesh=data_parallel)
-    return fully_shard(module, mesh=data_parallel)
+    fully_shard(module, mesh=data_parallel)
+    return module
 
 
 def gather_with_gradient(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def build(class_path: str, init_args: dict[str, Any] | None = None) -> nn.Module
     """
     module, _, name = class_path.rpartition(".")
     try:
-        made = getattr(import_module(module), name) if module else None
+        made: Any = getattr(import_module(module), name) if module else None
     except (ImportError, AttributeError) as error:
         raise ValueError(f"network {class_path!r} cannot be imported: {error}") from None
     trusted = getattr(made, "__module__", "").startswith(("torchvision.models.", "timm.models."))
