@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors.torch import save_file
 
 from callbacks import GraphEvaluation
 from datamodules import GraphPrior, NodeClassification
-from lightning_modules import GraphPFN
+from lightning_modules import GraphPFN, graph_pfn
 
 SMALL = {"width": 16, "heads": 2, "blocks": 1}
 TINY_LIMIX = {"width": 16, "heads": 4, "hidden": 32, "blocks": 1}
@@ -214,3 +215,19 @@ def test_a_labelled_query_node_does_not_see_its_own_label():
     edges = torch.tensor([[0, 7, 7, 8], [7, 0, 8, 7]])
     one, two = (module.predict_nodes(x, edges, t, context, 2) for t in (y, changed))
     assert torch.equal(one, two)
+
+
+def test_the_shipped_model_is_small_and_has_learnt_something():
+    folder = Path(graph_pfn.__file__).parent / "tiny"
+    assert sum(p.stat().st_size for p in folder.iterdir()) < 4e6
+    module = GraphPFN.from_pretrained("tiny")
+    module.hparams["recipe"] = "pretrain"
+    data = GraphPrior(settings={"regression": 0.0}, batch_size=8, seed=99)
+    with torch.no_grad():
+        losses = module._pretrain([data.sample(i) for i in range(16)], module._generators(16, 0))
+    assert losses["gain"] < -0.25
+    karate = NodeClassification(labels_per_class=2)
+    karate.setup()
+    nodes, context = karate.nodes, karate.parts["train"]
+    output = module.predict_nodes(nodes.x, nodes.edge_index, nodes.y, context, 4)
+    assert (output.argmax(1) == nodes.y[~context]).float().mean() > 0.6
