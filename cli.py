@@ -177,7 +177,7 @@ def front_door() -> type:
             wandb_id = self.checkpoint.get("callbacks", {}).get("RunFolder", {}).get("wandb_id")
             for logger in listed(config.trainer.logger):
                 if wandb_id and logger.class_path.endswith("WandbLogger") and logger.init_args.get("id") is None:
-                    logger.init_args.update({"id": wandb_id, "resume": "allow"})
+                    logger.init_args["id"] = wandb_id  # Lightning's logger resumes a run that exists
             config.trainer = fill_in(config.trainer, str(run))
             config.trainer.default_root_dir = str(run)
 

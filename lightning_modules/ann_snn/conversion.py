@@ -26,8 +26,8 @@ from lightning_modules.ann_snn.neurons import IFNode
 # Preparing the source network
 # ---------------------------------------------------------------------------------------------------------------
 
-_RELU_CALLS: dict[object, type[nn.Module]] = {F.relu: nn.ReLU, torch.relu: nn.ReLU, torch.relu_: nn.ReLU, F.relu6: nn.ReLU6}
-_RELU_CALLS |= {"relu": nn.ReLU, "relu_": nn.ReLU}
+_RELU_CALLS: dict[object, type[nn.Module]] = {F.relu: nn.ReLU, torch.relu: nn.ReLU, torch.relu_: nn.ReLU}
+_RELU_CALLS |= {"relu": nn.ReLU, "relu_": nn.ReLU, F.relu6: nn.ReLU6}
 _POOL_CALLS = {F.avg_pool2d: nn.AvgPool2d, F.max_pool2d: nn.MaxPool2d, F.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d}
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 

@@ -107,3 +107,19 @@ def test_same_seed_same_weights(tmp_path):
     assert all(torch.equal(first[k], second[k]) for k in first)
     c = weights(run([*FIT, "--seed_everything", "1"], tmp_path / "c") / "checkpoints" / "last.ckpt")
     assert not all(torch.equal(first[k], c[k]) for k in first)
+
+
+def test_predict_labels_a_folder_of_images(tmp_path):
+    from torchvision.io import write_png
+
+    folder = run(FIT, tmp_path)
+    (tmp_path / "mine" / "more").mkdir(parents=True)
+    for name in ("b.png", "a.png", "more/c.png"):
+        write_png(torch.randint(0, 256, (1, 20, 30), dtype=torch.uint8), str(tmp_path / "mine" / name))
+    config, last = str(folder / "config.yaml"), str(folder / "checkpoints" / "last.ckpt")
+    args = ["predict", "-c", config, "--ckpt_path", last, "--data.predict_folder", str(tmp_path / "mine")]
+    cli.main([*args, "--trainer.enable_progress_bar", "false"])
+    with (folder / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [Path(row["name"]).name for row in rows] == ["a.png", "b.png", "c.png"]
+    assert all(0 <= int(row["class"]) < 10 for row in rows)

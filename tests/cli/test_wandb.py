@@ -48,3 +48,20 @@ def test_offline_run_holds_metrics_config_and_pictures(tmp_path):
     assert len(pictures) >= 2
     assert len(list(folder.rglob("media/images/*.png"))) >= 2
     assert (folder / "metrics.csv").is_file()
+
+
+def test_a_resumed_fit_and_a_test_go_on_in_the_same_run(tmp_path):
+    import wandb
+
+    args = ["fit", "-c", "ann_snn/digits_source", "-c", "logger/wandb_offline", "-c", "trainer/smoke"]
+    folder = run(args, tmp_path)
+    wandb.finish()
+    last = str(folder / "checkpoints" / "last.ckpt")
+    run([*args, "--trainer.max_epochs", "2", "--ckpt_path", last], tmp_path)
+    wandb.finish()
+    run(["test", "-c", str(folder / "config.yaml"), "--ckpt_path", last], tmp_path)
+    wandb.finish()
+    wandb.teardown()
+    ids = [p.name.split("-")[-1] for p in folder.glob("wandb/offline-run-*")]
+    assert len(ids) == 3
+    assert len(set(ids)) == 1
