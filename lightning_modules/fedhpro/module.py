@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from lightning_modules.distributed import read_checkpoint
 from lightning_modules.fedhpro.averaging import assign, flatten, local_state, step_towards
 from lightning_modules.fedhpro.clients import Client, ClientReport, LocalTraining, train_client
 from lightning_modules.fedhpro.network import build_network
@@ -72,6 +73,8 @@ class FedHPro(LightningModule):
         lr: learning rate of the clients' plain SGD; by default 0.01 (paper) or 0.1 (code).
         local_optimizer: the clients' optimiser instead of that SGD, made anew for each client and round.
         server_optimizer: what steps the global model towards the average; by default SGD with learning rate 1.
+        init_from: start a fit from the global model in this checkpoint or `save_pretrained` folder; server state such
+            as hyper-prototypes starts anew. `--ckpt_path` resumes instead.
         log_clients: log each client's accuracy; switch off for hundreds of clients.
         seed: of random layers in local training and of the server's draws.
     """
@@ -89,6 +92,7 @@ class FedHPro(LightningModule):
         lr: float | None = None,
         local_optimizer: OptimizerCallable | None = None,
         server_optimizer: OptimizerCallable | None = None,
+        init_from: str | None = None,
         log_clients: bool = True,
         seed: int = 0,
     ) -> None:
@@ -119,6 +123,8 @@ class FedHPro(LightningModule):
             h = self.hparams
             self.network = build_network(h["network"], h["num_classes"], h["network_args"])
             self.strategy.build(h["num_classes"], self.network.classifier.in_features)
+            if h["init_from"] and self._trainer is not None and self.trainer.ckpt_path is None:
+                _load_network(self.network, Path(h["init_from"]))
         if not self._scratch:
             self._scratch.append(copy.deepcopy(self.network))
             if self.device_mesh is not None:
@@ -362,6 +368,18 @@ class FedHPro(LightningModule):
             if stored[name] != self.hparams[name]:
                 raise ValueError(f"the checkpoint has {name} {stored[name]}, this run {self.hparams[name]}")
         self.strategy.client_states = checkpoint["client_states"]
+
+
+def _load_network(network: nn.Module, path: Path) -> None:
+    """Weights of a checkpoint's or pretrained folder's global model."""
+    if (path / "model.safetensors").is_file():
+        state = load_file(path / "model.safetensors")
+    else:
+        state = read_checkpoint(path, ["state_dict"])["state_dict"]
+    try:
+        network.load_state_dict({k.removeprefix("network."): v for k, v in state.items() if k.startswith("network.")})
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit the network: {str(error).splitlines()[-1].strip()}") from None
 
 
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

@@ -173,6 +173,22 @@ def test_domains_are_logged_apart(tmp_path):
     assert rows["val/accuracy_domain_mean"] == pytest.approx(mean)
 
 
+def test_init_from_takes_the_weights_alone(tmp_path):
+    first, trainer = fit(1, strategy="FedAvg")
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    first.save_pretrained(tmp_path / "folder")
+    for source in (tmp_path / "a.ckpt", tmp_path / "folder"):
+        second = toys.module("FedProx", build=False, init_from=str(source))
+        again = toys.trainer(0)
+        again.fit(second, toys.data())
+        assert torch.equal(toys.weights(first), toys.weights(second)) and again.global_step == 0
+    args = {"in_channels": 1, "width": 8, "dim": 16}
+    with pytest.raises(ValueError, match=r"a\.ckpt does not fit the network: size mismatch"):
+        toys.trainer(0).fit(
+            toys.module(build=False, init_from=str(tmp_path / "a.ckpt"), network_args=args), toys.data()
+        )
+
+
 class Wrong(FedAvg):
     def after(self, network, client, state):
         return {"surprise": torch.zeros(2)}
