@@ -44,9 +44,9 @@ class FocalPolicy(LightningModule):
     index `[b]`. All randomness of a training sample is a function of (seed, epoch, index).
 
     Logged, in normalised action units: `train/loss` and its parts `train/time` (mean squared), `train/freq` (sum over
-    a window) or `train/velocity`, `train/freq_per_element` (`freq / (L d)`); `val/loss`, `val/executed_error` (root
-    mean squared error of the executed steps of a generated window), `val/window_error` (of the whole window), and
-    the same for `test/`.
+    a window) or `train/velocity`, `train/freq_per_element` (`freq / (L d)`); `val/loss`, `val/executed_error` (mean
+    squared error of the executed steps of a generated window), `val/window_error` (of the whole window), and the same
+    for `test/`.
 
     Args:
         action_dim: Dimensions of an action; taken from the data if none.
@@ -286,15 +286,17 @@ class FocalPolicy(LightningModule):
         options = ("action_steps", "proximal_start", "time_scope", "freq_scope", "freq_mode", "band_weights")
         return foresight_composite_objective(velocity, **shared, **{name: h[name] for name in options})
 
+    def _mean(self, term: Term) -> Tensor:
+        """The mean over the samples of all ranks, with this rank's share of the gradient."""
+        count = term.count.detach().float()
+        if self._trainer is not None and self.trainer.world_size > 1:
+            # Values and gradients are averaged over ranks, so the counts are too.
+            count = self.trainer.strategy.reduce(count.clone(), reduce_op="mean")
+        return term.total / count.clamp(min=1e-12)
+
     def _loss(self, terms: dict[str, Term]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss, and the parts for the log, as means over the samples of all ranks."""
-        parts = {}
-        for name, term in terms.items():
-            count = term.count.detach().float()
-            if self._trainer is not None and self.trainer.world_size > 1:
-                # Gradients are averaged over ranks, so the counts are too.
-                count = self.trainer.strategy.reduce(count.clone(), reduce_op="mean")
-            parts[name] = term.total / count.clamp(min=1e-12)
+        """Loss, and its parts for the log."""
+        parts = {name: self._mean(term) for name, term in terms.items()}
         other = "freq" if "freq" in parts else "velocity"
         return parts["time"] + self.hparams[f"{other}_weight"] * parts[other], parts
 
@@ -349,7 +351,7 @@ class FocalPolicy(LightningModule):
         }
         self.log(f"{stage}/loss", loss, batch_size=n, sync_dist=True, prog_bar=True)
         for name, term in errors.items():
-            self.log(f"{stage}/{name}", term.mean(), batch_size=n, sync_dist=True)
+            self.log(f"{stage}/{name}", self._mean(term), batch_size=n, sync_dist=True)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log loss and errors."""
