@@ -387,13 +387,14 @@ class MoST(LightningModule):
         examples, heard = self._examples(batch, frames, count)
         token_loss, balance = self._losses(self.prompts(examples), heard)
         loss = token_loss + self.hparams.balance_weight * balance.sum()
-        self.log("train/token_loss", token_loss.detach(), prog_bar=True)
-        self.log("train/balance", balance.mean().detach())
+        # each rank holds its share of the whole batch's loss: their mean is that loss
+        self.log("train/token_loss", token_loss.detach(), prog_bar=True, sync_dist=True)
+        self.log("train/balance", balance.mean().detach(), sync_dist=True)
         if self.vocoder is not None:
             vocoder = self._vocoder_loss(batch, frames, count)
-            self.log("train/vocoder", vocoder.detach(), prog_bar=True)
+            self.log("train/vocoder", vocoder.detach(), prog_bar=True, sync_dist=True)
             loss = loss + vocoder
-        self.log("train/loss", loss.detach())
+        self.log("train/loss", loss.detach(), sync_dist=True)
         return loss
 
     def _examples(self, batch, frames: Tensor, count: Tensor) -> tuple[list[Example], Tensor | None]:
