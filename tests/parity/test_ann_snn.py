@@ -142,10 +142,11 @@ def source(a: dict, config: dict) -> SmallResNet:
     return ann.eval()
 
 
-def converted(a: dict, config: dict) -> tuple[SmallResNet, SpikingNetwork]:
+def converted(a: dict, config: dict, half_threshold: bool = False) -> tuple[SmallResNet, SpikingNetwork]:
     ann = source(a, config)
     assert config["momentum"] == 0.1
-    return ann, convert(ann, a["calibration"], percentile=float(config["mode"].removesuffix("%")))
+    percentile = 100.0 if config["mode"].lower() == "max" else float(config["mode"].removesuffix("%"))
+    return ann, convert(ann, a["calibration"], percentile=percentile, half_threshold=half_threshold)
 
 
 @torch.no_grad()
@@ -168,18 +169,20 @@ def check_conversion(path: Path) -> None:
     for i, time_steps in enumerate(a["T"].tolist()):
         for name in ("snn_logits", "ref_snn_logits"):
             close(prefix[time_steps - 1], a[name][i], atol=2e-5, rtol=1e-4)
+    counted = next(k for k in a if k.startswith("ref_spike_counts_T"))
+    time_steps = int(counted.rpartition("T")[2])
     counts = {}
     hooks = [
         n.register_forward_hook(lambda m, _, out, k=k: counts.__setitem__(k, (out > 0).flatten(2).sum((0, 2))))
         for k, n in neurons.items()
     ]
-    rates = simulate(student, x, 16).features
+    rates = simulate(student, x, time_steps).features
     for hook in hooks:
         hook.remove()
-    close(torch.stack(list(counts.values())), a["ref_spike_counts_T16"])
-    for name, value in below(a, "ref_rate_features_T16/").items():
+    close(torch.stack(list(counts.values())), a[counted])
+    for name, value in below(a, f"ref_rate_features_T{time_steps}/").items():
         close(rates[name], value, atol=1e-5, rtol=1e-5)
-    half = convert(ann, a["calibration"], percentile=float(config["mode"].removesuffix("%")), half_threshold=True)
+    _, half = converted(a, config, half_threshold=True)
     prefix = simulate(half, x, int(a["T"].max())).prefix_logits
     for i, time_steps in enumerate(a["T"].tolist()):
         close(prefix[time_steps - 1], a["ref_snn_logits_v0half"][i], atol=2e-5, rtol=1e-4)
