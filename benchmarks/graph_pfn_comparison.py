@@ -4,11 +4,12 @@
 
 Every method gets the same 16 standardised principal components and the same labelled nodes. Graphs above 2,000 nodes
 are cut to the ball of 2,000 nodes around a random node, another one in each split. A split is one JSON file below
-`benchmarks/results/graph_pfn`, written the moment it exists; a second start goes on where the first one stopped, and
+`benchmarks/results/graph_pfn/<digest of the weights>`, written the moment it exists; a second start goes on where the first one stopped, and
 ends with the table. `--data` names a folder of `<graph>.pt` files; without it the public downloads are used.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -43,6 +44,7 @@ GRAPHS = {  # name -> public source of torch-geometric, metric
     "reed98": ("LINKXDataset/reed98", "accuracy"),
 }
 COMPONENTS, BALL = 16, 2000
+COMMAND = "python benchmarks/graph_pfn_comparison.py"
 
 
 def ball(edges: np.ndarray, n: int, size: int, rng: np.random.Generator) -> np.ndarray:
@@ -178,11 +180,11 @@ def measure(model: GraphPFN, data, seed: int, labels: int) -> dict:
     return row
 
 
-def table(graphs: list[str], labels: list[int]) -> str:
+def table(folder: Path, graphs: list[str], labels: list[int]) -> str:
     """The means over the splits that exist, in points, and the paired differences to the GCN."""
     lines = []
     for k in labels:
-        rows = {g: [json.loads(p.read_text()) for p in sorted(RESULTS.glob(f"{g}_{k}_*.json"))] for g in graphs}
+        rows = {g: [json.loads(p.read_text()) for p in sorted(folder.glob(f"{g}_{k}_*.json"))] for g in graphs}
         rows = {g: r for g, r in rows.items() if r}
         names = ["graphpfn", "graphpfn_without_graph", "gcn", "mlp", "label_propagation", "logistic"]
         names.append("logistic_on_smoothed")
@@ -199,6 +201,12 @@ def table(graphs: list[str], labels: list[int]) -> str:
             seconds = [np.mean([row[name]["seconds"] for r in rows.values() for row in r]) for name in names]
             lines.append("| CPU seconds | | " + " | ".join(f"{s:.2f}" for s in seconds) + " | |")
     return "\n".join(lines)
+
+
+def digest(model: GraphPFN) -> str:
+    """Eight characters that stand for the weights, so that rows of different ones never mix."""
+    values = torch.cat([p.detach().flatten() for p in model.network.parameters()])
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:8]
 
 
 def load(name: str, folder: Path | None) -> Any:
@@ -222,22 +230,28 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = GraphPFN.from_pretrained(arguments.weights)
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    folder = RESULTS / digest(model)
+    folder.mkdir(parents=True, exist_ok=True)
     loaded: dict[str, Any] = {}
     for seed, name, labels in product(range(arguments.splits), arguments.graphs, arguments.labels):
-        path = RESULTS / f"{name}_{labels}_{seed}.json"
+        path = folder / f"{name}_{labels}_{seed}.json"
         if path.exists():
             continue
         if name not in loaded:
             loaded[name] = load(name, arguments.data)
         if loaded[name] is None:
             continue
-        row = {"graph": name, "seed": seed, "labels_per_class": labels, "command": " ".join(sys.argv)}
+        row = {
+            "graph": name,
+            "seed": seed,
+            "labels_per_class": labels,
+            "command": f"{COMMAND} --weights {arguments.weights}",
+        }
         row |= measure(model, loaded[name], seed, labels)
         unfinished = path.with_suffix(".part")
         unfinished.write_text(json.dumps(row, indent=1) + "\n")
         unfinished.rename(path)
-    print(table(arguments.graphs, arguments.labels))
+    print(table(folder, arguments.graphs, arguments.labels))
 
 
 if __name__ == "__main__":
