@@ -4,8 +4,9 @@
 
 Every method gets the same 16 standardised principal components and the same labelled nodes. Graphs above 2,000 nodes
 are cut to the ball of 2,000 nodes around a random node, another one in each split. A split is one JSON file below
-`benchmarks/results/graph_pfn/<digest of the weights>`, written the moment it exists; a second start goes on where the first one stopped, and
-ends with the table. `--data` names a folder of `<graph>.pt` files; without it the public downloads are used.
+`benchmarks/results/graph_pfn/<digest of the weights>`, written the moment it exists; a second start goes on where the
+first one stopped, and ends with the table. `--data` names a folder of `<graph>.pt` files; without it the public
+downloads are used.
 """
 
 import argparse
