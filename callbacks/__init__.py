@@ -12,6 +12,7 @@ _HOME = {
     "PredictionWriter": "predictions",
     "Rollouts": "rollouts",
     "RunFolder": "run_folder",
+    "SpeechSamples": "speech_samples",
     "SpikingReport": "spiking_report",
 }
 

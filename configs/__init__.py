@@ -54,6 +54,9 @@ def description(name: str) -> str:
 
 def main(args: list[str]) -> None:
     """`fulgurite configs [TEXT]`: every shipped config, or those whose name holds TEXT, with what it does."""
+    if args and args[0].startswith("-"):
+        sys.stdout.write("usage: fulgurite configs [TEXT]: every shipped config, or those whose name holds TEXT\n")
+        return
     shown = [n for n in names() if all(a in n for a in args)]
     width = max(map(len, shown), default=0)
     for i, name in enumerate(shown):

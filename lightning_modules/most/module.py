@@ -270,11 +270,14 @@ class MoST(LightningModule):
             optimizer = torch.optim.AdamW(groups, lr=5e-5, betas=(0.9, 0.95), weight_decay=0.01)
         else:
             optimizer = self.optimizer(groups)
-        warmup, total = self.hparams.warmup_steps, self.trainer.estimated_stepping_batches
+        warmup = self.hparams.warmup_steps
 
         def factor(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / warmup
+            if step < warmup or step == 0:
+                return (step + 1) / max(warmup, 1)
+            # Asked for only now, in training: asking earlier sets up the loader before a resumed run has given it its
+            # position.
+            total = self.trainer.estimated_stepping_batches
             if math.isinf(total):
                 return 1.0
             return 0.5 * (1 + math.cos(math.pi * min((step - warmup) / max(total - warmup, 1), 1.0)))
