@@ -1,6 +1,6 @@
 """The closed loop on real images: against training-free conversions, and term by term.
 
-    python benchmarks/ann_snn_comparison.py run --data cifar10 --weights SOURCE.ckpt [--rows closed ce_only] [--seeds 0]
+    python benchmarks/ann_snn_comparison.py run --data cifar10 --weights SOURCE.ckpt [--rows closed] [--seeds 0]
     python benchmarks/ann_snn_comparison.py table
 
 Each row and seed is one JSON file below `benchmarks/results/ann_snn/<name>`, written the moment it exists; rows that

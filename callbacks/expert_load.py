@@ -2,6 +2,7 @@
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from callbacks.figures import log_figure, new_figure
@@ -48,7 +49,7 @@ class ExpertLoad(Callback):
             log_figure(trainer, "expert_load", heat_map(share))
 
 
-def heat_map(share: Tensor):
+def heat_map(share: Tensor) -> Figure:
     """A figure of shares [layers, 2, experts]: text above, audio below."""
     figure = new_figure(7, 1.5 + 0.5 * len(share))
     top = float(share.max())

@@ -197,8 +197,9 @@ class Rollouts(Callback):
             frames += list(step.frames)
             if trainer.strategy.reduce_boolean_decision(bool(step.solved.all()), all=True):
                 break
-        stacked = [np.stack(x, axis=1) for x in (executed, windows, hand)]
-        return Rollout(step.solved, step.steps, *stacked, layouts, np.array(frames, dtype=np.uint8))
+        actions, predicted, hands = (np.stack(x, axis=1) for x in (executed, windows, hand))
+        pictures = np.array(frames, dtype=np.uint8)
+        return Rollout(step.solved, step.steps, actions, predicted, hands, layouts, pictures)
 
     @torch.inference_mode()
     def _latency(self, trainer: Trainer, pl_module: LightningModule) -> float:

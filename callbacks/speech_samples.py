@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from callbacks.figures import log_figure, new_figure
@@ -71,7 +72,7 @@ def write_wav(path: Path, samples: Tensor, rate: int) -> None:
     wavfile.write(path, rate, (samples.clamp(-1, 1) * 32767).short().cpu().numpy())
 
 
-def picture(samples: Tensor, rate: int, text: str):
+def picture(samples: Tensor, rate: int, text: str) -> Figure:
     """A figure: waveform above, spectrogram in dB below."""
     figure = new_figure(7, 4)
     wave, frequencies = figure.subplots(2, 1, sharex=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,7 @@ def speak(requests: Sequence[Request]) -> tuple[int, list[np.ndarray]]:
     rate = library.espeak_Initialize(_SYNCHRONOUS, 0, data, 0)
     chunks: list[bytes] = []
 
-    def keep(samples, count: int, _events) -> int:
+    def keep(samples: Any, count: int, _events: Any) -> int:
         if samples and count > 0:
             chunks.append(ctypes.string_at(samples, 2 * count))
         return 0

@@ -374,7 +374,9 @@ def demonstrate(
     simulator = _simulator(task, spec)
     simulator.reset(seed)
     layout = simulator.layout
-    observations, actions, solved = [], [], []
+    observations: list = []
+    actions: list = []
+    solved: list = []
     while len(actions) < max_steps:
         observations.append(simulator.observe())
         actions.append(simulator.expert())

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -332,7 +332,7 @@ class LengthBuckets(GlobalBatches):
         kwargs: see `GlobalBatches`.
     """
 
-    def __init__(self, seconds: np.ndarray, window: int, **kwargs) -> None:
+    def __init__(self, seconds: np.ndarray, window: int, **kwargs: Any) -> None:
         super().__init__(len(seconds), **kwargs)
         self.seconds, self.window = seconds, window
 

@@ -76,7 +76,8 @@ def weighted_average(states: Iterable[State], sizes: Iterable[int]) -> dict[str,
     Raises:
         ValueError: No client, or no sample at all.
     """
-    total, weight, counters, like = None, 0, {}, None
+    counters: dict[str, Tensor] = {}
+    total, weight, like = None, 0, None
     for state, size in zip(states, sizes, strict=True):
         weighted = flatten(state) * size
         total = weighted if total is None else total + weighted

@@ -60,7 +60,7 @@ class PolicyConfig:
     inference_steps: int = 1
     eps: float = 0.01
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         needed = self.history - 1 + self.action_steps
         if needed > self.horizon:
             raise ValueError(

@@ -260,7 +260,7 @@ class MoST(LightningModule):
         load_model(model, folder / "model.safetensors")
         return model.eval()
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         """AdamW, warm-up and cosine (MoST, training details); the vocoder has its own learning rate."""
         groups: list[dict[str, Any]] = [{"params": [p for p in self.network.parameters() if p.requires_grad]}]
         if self.vocoder is not None:
@@ -286,7 +286,10 @@ class MoST(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_gradient_clipping(
-        self, optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the language model's and the vocoder's gradients each on its own: they are separate models."""
         for group in optimizer.param_groups if gradient_clip_val else ():
@@ -380,7 +383,7 @@ class MoST(LightningModule):
 
     # ------------------------------------------------------------------------------------------------ training
 
-    def training_step(self, batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Loss of one batch of `Utterances`.
 
         Logs `train/loss` (all parts), `train/token_loss` (nats per response token), `train/balance` (load-balance
@@ -400,7 +403,7 @@ class MoST(LightningModule):
         self.log("train/loss", loss.detach(), sync_dist=True)
         return loss
 
-    def _examples(self, batch, frames: Tensor, count: Tensor) -> tuple[list[Example], Tensor | None]:
+    def _examples(self, batch: Any, frames: Tensor, count: Tensor) -> tuple[list[Example], Tensor | None]:
         """A task for each utterance, and the frames that the prompts hear, packed."""
         units = self.units(frames)
         answer_frames, answer_count = frames[:, :0], torch.zeros_like(count)
@@ -461,7 +464,7 @@ class MoST(LightningModule):
     def _world(self) -> int:
         return self._trainer.world_size if self._trainer is not None else 1
 
-    def _vocoder_loss(self, batch, frames: Tensor, count: Tensor) -> Tensor:
+    def _vocoder_loss(self, batch: Any, frames: Tensor, count: Tensor) -> Tensor:
         """Log-mel distance on one piece of every utterance, and the durations of its units."""
         size = self.vocoder.samples_per_unit
         if frames.shape[1] == 0:  # no audio here; other ranks may have some
@@ -489,7 +492,7 @@ class MoST(LightningModule):
 
     on_test_epoch_start = on_validation_epoch_start
 
-    def validation_step(self, batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Transcribe and compare.
 
         Logs `val/wer` and `val/cer` (errors per word and per character; speakers seen in training),
@@ -502,7 +505,7 @@ class MoST(LightningModule):
         """Log the scores of all ranks."""
         self._log_scores("val")
 
-    def test_step(self, batch, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int) -> None:
         """Transcribe, speak, and score.
 
         Logs what `validation_step` logs, under `test/`, and `test/text_perplexity`; where units are trained on,
@@ -528,7 +531,7 @@ class MoST(LightningModule):
                 if (stage, name) == ("test", "text_loss"):
                     self.log("test/text_perplexity", value.exp())
 
-    def _evaluate(self, batch) -> None:
+    def _evaluate(self, batch: Any) -> None:
         frames, count = self.encode(batch.audio, batch.length)
         examples = [Example("asr", t, n) for t, n in zip(batch.text, count.tolist(), strict=True)]
         prompt = self._on_device(self.prompts(examples))
@@ -571,7 +574,7 @@ class MoST(LightningModule):
         examples = [Example("asr", frames=n) for n in count.tolist()]
         return self._respond("asr", examples, _packed(frames, count)).texts
 
-    def _evaluate_speech(self, batch) -> None:
+    def _evaluate_speech(self, batch: Any) -> None:
         frames, count = self.encode(batch.audio, batch.length)
         real = [self.units(f[:n]) for f, n in zip(frames, count.tolist(), strict=True)]
         if self.hparams.deduplicate:
@@ -608,7 +611,7 @@ class MoST(LightningModule):
         sums = torch.zeros(len(units), device=self.device).index_add(0, owner, -token_losses(logits, labels))
         return sums / is_unit.sum(1).clamp(min=1)
 
-    def predict_step(self, batch, batch_idx: int) -> dict[str, Any]:
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Transcripts of audio, or speech of texts.
 
         Returns:

@@ -10,7 +10,7 @@ Axes: n tokens (batch times time), e experts, k picks per token, h hidden.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -266,7 +266,7 @@ class ModalityAwareMoE(nn.Module):
 class _HandsOnModality:
     """Mixin for a decoder layer: its parts stay, and the MoE block also gets the modality."""
 
-    def forward(self, hidden_states: Tensor, modality_ids: Tensor | None = None, **kwargs) -> Tensor:
+    def forward(self, hidden_states: Tensor, modality_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         normed = self.post_attention_layernorm(hidden_states)
