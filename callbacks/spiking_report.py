@@ -1,6 +1,7 @@
 """What a spiking network is worth: accuracy against time steps, CKA, firing rates, noise, energy."""
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ class SpikingReport(Callback):
     """Compares the fine-tuned spiking network with its source and with training-free conversions.
 
     After a fit on the validation images, and in a test on the test images, one pass gives for the ANN, the open-loop
-    conversions and the closed loop: accuracy at every T; and for the closed loop before and after fine-tuning, at
-    the (largest) training T: CKA of each block with the ANN (unbiased, mean over batches), firing rate of each layer
+    conversions and the closed loop: accuracy at every T; and at the (largest) training T: CKA of each block with the
+    ANN before and after fine-tuning (unbiased, mean over batches), and of the closed loop the firing rate of each layer
     (spikes per neuron and step), accuracy under noise on the pixels, and energy by a count of operations (nJ per
     image; `lightning_modules.ann_snn.energy`). A table is printed; `report_val.json` or `report_test.json` and four
     pictures go to the run folder; figures of a test are logged as `test/...`.
@@ -66,7 +67,8 @@ class SpikingReport(Callback):
         self.networks = {ANN: module.teacher}
         settings = dict(OPEN_LOOP) | {"start": module._conversion_settings()}
         for name, options in settings.items() if hasattr(data, "calibration_dataloader") else ():
-            images = (batch[0].to(module.device) for batch in data.calibration_dataloader())
+            n = module.hparams["calibration_batches"] if name == "start" else None
+            images = (batch[0].to(module.device) for batch in islice(data.calibration_dataloader(), n))
             self.networks[name] = convert(source, images, warn=False, **options)
         self.networks[CLOSED] = module.student
         self.sums, self.terms = {}, {}
@@ -93,8 +95,9 @@ class SpikingReport(Callback):
                 rates = simulate(network, image, t_train, self.chunk).features
                 rates = {k: gather_batch(v).flatten(1) for k, v in rates.items()}
                 if len(next(iter(rates.values()))) >= 4:
-                    terms = torch.stack([hsic(rates[k] @ rates[k].T, targets[k] @ targets[k].T) for k in rates])
-                    self.terms[name] = self.terms.get(name, 0) + terms.cpu()
+                    # on the CPU, since hsic needs float64, which not every device has
+                    pairs = [((rates[k] @ rates[k].T).cpu(), (targets[k] @ targets[k].T).cpu()) for k in rates]
+                    self.terms[name] = self.terms.get(name, 0) + torch.stack([hsic(*pair) for pair in pairs])
         energy = measure_energy(module.student, image, t_train)
         self._sum("rates", torch.tensor(list(energy.firing_rates.values())) * len(label))
         self.layers = list(energy.firing_rates)
@@ -110,8 +113,8 @@ class SpikingReport(Callback):
 
     def finish(self, trainer: Trainer, module: AnnSnn) -> dict[str, Any]:
         """The report of all batches of all ranks."""
-        reduce = trainer.strategy.reduce
-        sums = {k: reduce(v.to(module.device), reduce_op="sum").cpu() for k, v in self.sums.items()}
+        reduce, device = trainer.strategy.reduce, module.device if trainer.world_size > 1 else torch.device("cpu")
+        sums = {k: reduce(v.to(device), reduce_op="sum").cpu() for k, v in self.sums.items()}
         n = float(sums["images"])
         accuracy = {k.removeprefix("correct/"): (v / n).tolist() for k, v in sums.items() if k.startswith("correct/")}
         ann = accuracy.pop(ANN)[0]

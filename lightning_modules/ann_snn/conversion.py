@@ -136,6 +136,7 @@ def _refuse_leaves(ann: nn.Module) -> None:
 def _refuse_operations(network: fx.GraphModule) -> None:
     """Functions and methods in the traced graph that lose their meaning with a leading time axis."""
     problems = []
+    spiking = _behind_relus(network)
     for node in network.graph.nodes:
         place = f"in {_parent(node) or 'the network itself'}"
         if node.op == "call_module" and type(network.get_submodule(node.target)) not in _CONVERTIBLE:
@@ -143,6 +144,8 @@ def _refuse_operations(network: fx.GraphModule) -> None:
             problems.append(f"{node.target}: {type(module).__name__}, {_reason(module)}")
         elif node.op == "call_function" and node.target.__name__ not in _FUNCTIONS:
             problems.append(f"{place}: function {node.target.__name__}, no rate-coded form is known")
+        elif node.op == "call_function" and node.target.__name__ == "mul" and spiking.issuperset(node.args):
+            problems.append(f"{place}: product of two activations, whose rate is not the product of their rates")
         elif node.op == "call_method" and node.target not in _METHODS:
             problems.append(f"{place}: tensor method {node.target}, no rate-coded form is known")
     if not any(isinstance(m, nn.ReLU) for m in network.modules()):
@@ -151,6 +154,17 @@ def _refuse_operations(network: fx.GraphModule) -> None:
         problems.append("the network itself: it has more than one input")
     if problems:
         raise _refusal(problems)
+
+
+def _behind_relus(network: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that will change from step to step; sizes do not."""
+    found: set[fx.Node] = set()
+    for node in network.graph.nodes:
+        relu = node.op == "call_module" and isinstance(network.get_submodule(node.target), nn.ReLU)
+        size = node.target in ("size", "dim", getattr)
+        if relu or (found.intersection(node.all_input_nodes) and not size):
+            found.add(node)
+    return found
 
 
 def _parent(node: fx.Node) -> str:
@@ -634,13 +648,15 @@ def simulate(
         for start in range(0, time_steps, chunk):
             kept: dict[str, torch.Tensor] = {}
             with capture(student.network, names, lambda label, out, kept=kept: kept.update({label: reduce(out)})):
-                steps, totals = student(x, min(chunk, time_steps - start))
-            logits.append(steps)
+                part, totals = student(x, min(chunk, time_steps - start))
+            logits.append(part)
             sums.append(kept if reduce else totals)
     finally:
         student.reset()
-    count = torch.arange(1, time_steps + 1, device=x.device, dtype=logits[0].dtype)
-    prefix = torch.cat(logits).cumsum(0) / count[:, None, None]  # t b k
+    steps = torch.cat(logits)
+    steps = steps.to(torch.promote_types(steps.dtype, torch.float32))  # bfloat16 of autocast is too coarse to sum
+    count = torch.arange(1, time_steps + 1, device=x.device, dtype=steps.dtype)
+    prefix = steps.cumsum(0) / count[:, None, None]  # t b k
     # out of place: autograd may have saved the parts
     features = {label: sum(part[label] for part in sums) / time_steps for label in student.monitored}
     return SimulationOutput(prefix[-1], prefix, features)

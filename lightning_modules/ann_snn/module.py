@@ -76,7 +76,8 @@ class AnnSnn(LightningModule):
         memory_optimised: recompute currents and membranes in the backward pass instead of keeping them.
         optimizer: by default Adam with learning rate 1e-5, as in the paper.
         lr_scheduler: stepped after every batch, since fine-tuning takes few epochs; none by default.
-        init_from: a checkpoint of this class whose weights to start from, instead of a conversion.
+        init_from: a checkpoint of this class whose weights to start from, instead of a conversion; the layer weights
+            are measured anew.
     """
 
     block_types = (nn.Conv2d, nn.Linear)
@@ -113,8 +114,11 @@ class AnnSnn(LightningModule):
         # outside the CLI these are functions, which a checkpoint cannot hold
         self.hparams.update({k: None for k in ("optimizer", "lr_scheduler") if callable(self.hparams[k])})
         self.time_steps = [time_steps] if isinstance(time_steps, int) else list(time_steps)
-        if not self.time_steps or min(self.time_steps) < 1:
-            raise ValueError(f"time_steps {time_steps} must be at least 1")
+        for name, steps in (("time_steps", self.time_steps or [0]), ("test_time_steps", test_time_steps or [1])):
+            if min(steps) < 1:
+                raise ValueError(f"{name} {steps} must be at least 1")
+        if weight_batches < 1:
+            raise ValueError(f"weight_batches {weight_batches} must be at least 1")
         for name, value in (("alpha", alpha), ("beta", beta)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} {value} is outside [0, 1]")
@@ -156,10 +160,12 @@ class AnnSnn(LightningModule):
 
         self.student = convert(self.teacher, images(self.hparams["calibration_batches"]), **self._conversion_settings())
         self.student.memory_optimised = self.hparams["memory_optimised"]
-        self.input_shape = list(_image(next(iter(batches))).shape[1:])
-        few = self.hparams["weight_batches"]
-        weights = torch.stack([self.measure_weights(images(few), t) for t in self.time_steps])
-        self.register_buffer("layer_weights", weights.float())  # [number of T, L]
+        few = list(images(self.hparams["weight_batches"]))
+        self.input_shape = list(few[0].shape[1:])
+        self.register_buffer("layer_weights", self._measure_all_weights(few))  # [number of T, L]
+
+    def _measure_all_weights(self, images: list[Tensor]) -> Tensor:
+        return torch.stack([self.measure_weights(images, t) for t in self.time_steps]).float()
 
     def _build_empty(self, input_shape: list[int]) -> None:
         """The same structure without data, for a checkpoint to fill."""
@@ -195,15 +201,20 @@ class AnnSnn(LightningModule):
         if self._trainer is not None and self.student is None:
             loader = self._calibration_loader()
             start = self.trainer.ckpt_path or self.hparams["init_from"]
+            device = self.trainer.strategy.root_device
             if start:
-                self._build_empty(list(_image(next(iter(loader))).shape[1:]))
+                few = [_image(b).to(device) for b in islice(loader, self.hparams["weight_batches"])]
+                self._build_empty(list(few[0].shape[1:]))
                 if not self.trainer.ckpt_path:
                     self.load_weights_from(Path(start))
+                    self.to(device)
+                    self.layer_weights = self._measure_all_weights(few)
             else:
-                self.convert_with(loader, self.trainer.strategy.root_device)
+                self.convert_with(loader, device)
         if self.student is not None and self.device_mesh is not None:
             shard(self.teacher, self.block_types, self.device_mesh)
-            shard(self.student, self.block_types, self.device_mesh)
+            # recomputing a piece needs the weights that its forward pass used: gather all of them once per step then
+            shard(self.student, () if self.hparams["memory_optimised"] else self.block_types, self.device_mesh)
 
     def _calibration_loader(self) -> Any:
         data = self.trainer.datamodule
@@ -215,7 +226,7 @@ class AnnSnn(LightningModule):
         """Take the weights of a checkpoint of this class, and nothing else of it."""
         state = read_checkpoint(checkpoint).get("state_dict", {})
         try:
-            self.load_state_dict(state)
+            self.load_state_dict(state | {"layer_weights": self.layer_weights})  # those may be of other T
         except RuntimeError as error:
             raise ValueError(f"init_from {checkpoint} does not fit: {' '.join(str(error).split())}") from None
 
@@ -286,9 +297,7 @@ class AnnSnn(LightningModule):
         """Dynamic weights: Eq. 9 for the student as it is now."""
         if self.hparams["weighting"] == "dynamic" and self.current_epoch > 0:
             batches = islice(self._calibration_loader(), self.hparams["weight_batches"])
-            images = [_image(b).to(self.device) for b in batches]
-            weights = torch.stack([self.measure_weights(images, t) for t in self.time_steps])
-            self.layer_weights.copy_(weights)
+            self.layer_weights.copy_(self._measure_all_weights([_image(b).to(self.device) for b in batches]))
 
     def configure_optimizers(self) -> Any:
         """Adam on the student, unless another optimiser is given."""

@@ -105,6 +105,7 @@ class IFNode(neuron.IFNode):
         )
         theta = _at_least_float32(torch.as_tensor(threshold).detach().clone())
         if train_threshold:
+            theta = theta.reshape(-1)  # FSDP2 shards no scalars
             self.raw_threshold = nn.Parameter(theta + torch.log(-torch.expm1(-theta)))  # inverse of softplus
         else:
             self.register_buffer("fixed_threshold", theta)
@@ -120,7 +121,7 @@ class IFNode(neuron.IFNode):
 
     @property
     def threshold(self) -> torch.Tensor:
-        """Theta `[]` or `[C]`, in ANN units, with its gradient where it is trained."""
+        """Theta `[]` (`[1]` where it is trained) or `[C]`, in ANN units, with its gradient where it is trained."""
         return nn.functional.softplus(self.raw_threshold) if self.train_threshold else self.fixed_threshold
 
     def extra_repr(self) -> str:

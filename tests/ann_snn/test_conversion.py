@@ -7,6 +7,7 @@ from spikingjelly.activation_based import functional, neuron
 from spikingjelly.activation_based.ann2snn import Converter, RateCodingRecipe
 from torch import nn
 
+from lightning_modules import AnnSnn
 from lightning_modules.ann_snn.conversion import OverTime, convert, gram, prepare, rebuild, simulate, teacher_features
 from lightning_modules.ann_snn.losses import closed_loop_loss
 from lightning_modules.ann_snn.networks import CifarResNet, SmallResNet
@@ -116,6 +117,15 @@ def test_static_tensors_meet_spikes():
         torch.testing.assert_close(torch.stack([student.network(x) for _ in range(6)]).mean(0), whole)
 
 
+def test_logits_are_summed_in_float32_under_autocast(small, images):
+    student = convert(small, [images])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        prefix = simulate(student, images, 40).prefix_logits
+        steps, _ = student(images, 40)
+    assert prefix.dtype == torch.float32 and steps.dtype == torch.bfloat16
+    torch.testing.assert_close(prefix[-1], steps.float().mean(0))
+
+
 def test_gram_is_the_mean_of_the_grams_of_each_step(small, images):
     student = convert(small, [images])
     with torch.no_grad():
@@ -166,10 +176,37 @@ def test_memory_optimised_training_is_exact(small, images, options):
         simulate(student, images, 4, chunk=2)
 
 
+@pytest.fixture
+def mesh(tmp_path):
+    """A group of one process: enough for FSDP2 to hold sharded parameters."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("memory_optimised", [False, True])
+def test_fsdp2_trains_every_part(images, mesh, memory_optimised):
+    """Also a threshold per layer, and with recomputation: the gradients are those of the plain network."""
+    module = AnnSnn(time_steps=3, train_threshold=True, train_v0=True, memory_optimised=memory_optimised)
+    module.convert_with([images])
+    grads = []
+    for device_mesh in (None, mesh):
+        module._device_mesh = device_mesh
+        module.configure_model()
+        module.zero_grad()
+        simulate(module.student, images, 3).logits.square().sum().backward()
+        grads.append({n: p.grad for n, p in module.student.named_parameters()})
+    for name, plain in grads[0].items():
+        assert isinstance(grads[1][name], torch.distributed.tensor.DTensor)
+        torch.testing.assert_close(grads[1][name].full_tensor(), plain)
+
+
 # ------------------------------------------------------------------------------------------------- conversion
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "channel", "half_threshold": True}, {"train_v0": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "channel", "half_threshold": True}, {"train_v0": True, "train_threshold": True}]
+)
 def test_rebuild_without_data_then_load(small, images, options):
     student = convert(small, [images], **options)
     other = rebuild(SmallResNet((4, 6), (1, 2), classes=3), (1, 8, 8), **options)
@@ -324,6 +361,14 @@ def test_refused_functions_and_control_flow():
         def forward(self, x):
             return x.relu() if x.sum() > 0 else x
 
+    class Gate(nn.Module):
+        def forward(self, x):
+            n = x.shape[2] * x.shape[3]  # products of sizes, and with the constant image, are fine
+            return (x.relu() * x + (1 - x).relu() * x.relu()).mean((2, 3)) * n
+
+    with pytest.raises(ValueError, match="product of two activations") as error:
+        prepare(Gate())
+    assert str(error.value).count("product of two") == 1
     with pytest.raises(ValueError, match=r"(?s)tensor method sigmoid.*function exp"):
         prepare(Swish())
     with pytest.raises(ValueError, match="cannot be traced"):

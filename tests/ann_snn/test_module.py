@@ -109,12 +109,14 @@ def test_init_from_takes_weights_only(tmp_path, converted):
     module = AnnSnn(**STRONG, time_steps=2)
     trainer.fit(module, datamodule=digits())
     trainer.save_checkpoint(tmp_path / "x.ckpt")
-    again = AnnSnn(**STRONG, time_steps=2, init_from=str(tmp_path / "x.ckpt"))
+    again = AnnSnn(**STRONG, time_steps=[2, 3], init_from=str(tmp_path / "x.ckpt"))  # at another T, too
     fresh = quick(tmp_path, limit_train_batches=0)
     fresh.fit(again, datamodule=digits())
     assert fresh.global_step == 0
     for name, value in module.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
+        assert name == "layer_weights" or torch.equal(again.state_dict()[name], value), name
+    assert again.layer_weights.shape == (2, 3)  # measured anew
+    torch.testing.assert_close(again.layer_weights.sum(1), torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,8 @@ def test_drawn_time_steps_depend_on_seed_and_step(converted):
     [
         ({"time_steps": 0}, "time_steps"),
         ({"time_steps": []}, "time_steps"),
+        ({"test_time_steps": [0, 2]}, "test_time_steps"),
+        ({"weight_batches": 0}, "weight_batches"),
         ({"alpha": 1.5}, "alpha"),
         ({"beta": -0.1}, "beta"),
         ({"tau": 0.0}, "tau"),
