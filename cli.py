@@ -50,7 +50,8 @@ def main(args: list[str] | None = None) -> None:
     except (ValueError, OSError, ImportError) as error:
         fail(error)
     except Exception as error:  # from libraries: recognised by name, so that nothing is imported to say no
-        if type(error).__name__ not in ("ArgumentError", "MisconfigurationException", "UnpicklingError"):
+        known = type(error).__name__ in ("ArgumentError", "MisconfigurationException", "UnpicklingError")
+        if not known and not str(error).startswith(("Error(s) in loading state_dict", "Early stopping conditioned on")):
             raise
         fail(error)
 
@@ -155,12 +156,19 @@ def front_door() -> type:
             config = self.config[command]
             if not config.get("ckpt_path") or config.ckpt_path in ("best", "last", "hpc"):
                 return
-            self.checkpoint = read_checkpoint(Path(config.ckpt_path), ["hyper_parameters", "callbacks"])
+            path = Path(config.ckpt_path)
+            self.checkpoint = read_checkpoint(path, ["hyper_parameters", "callbacks", "pytorch-lightning_version"])
+            if path.is_dir() and not shards(config.trainer.strategy):
+                raise ValueError(
+                    f"{path} is sharded, this strategy reads one file: `fulgurite consolidate {path}` first"
+                )
             stored = dict(self.checkpoint.get("hyper_parameters", {}))
             stored.pop("_instantiator", None)
             saved_by, configured = stored.pop("_class_path", None), config.model.class_path
             if saved_by and saved_by.split(".")[-1] != configured.split(".")[-1]:
-                raise ValueError(f"checkpoint {config.ckpt_path} was saved by {saved_by}, the config has {configured}")
+                raise ValueError(f"checkpoint {path} was saved by {saved_by}, the config has {configured}")
+            if "pytorch-lightning_version" not in self.checkpoint:
+                raise ValueError(f"{path} holds weights alone, not the checkpoint of a run: ckpt_path cannot take it")
             named = self.parser.parse_args(self.given, defaults=False)[command].get("model.init_args") or {}
             init_args = {k: v for k, v in stored.items() if k not in named and k in config.model.init_args}
             model = {"class_path": configured, "init_args": config.model.init_args.as_dict() | init_args}
@@ -216,6 +224,12 @@ def fill_in(value, run: str):
             filled[key] = fill_in(inner, run)
         return filled
     return {k: fill_in(v, run) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def shards(strategy) -> bool:
+    """Whether the strategy reads sharded checkpoints."""
+    name = strategy if isinstance(strategy, str) else strategy.class_path.split(".")[-1]
+    return name.lower().startswith(("fsdp", "modelparallel", "model_parallel", "deepspeed"))
 
 
 def check_devices(trainer, cuda: bool) -> None:

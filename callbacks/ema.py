@@ -24,8 +24,9 @@ class EMA(Callback):
     """Keeps averaged weights, and evaluates with them.
 
     After every optimiser step `average = d * average + (1 - d) * weight` with `d` from `ema_decay`, in float32, each
-    rank on the part of the weights that it holds. Buffers are not averaged. Validation, test and prediction run with
-    the averaged weights; the checkpoint's `state_dict` holds the raw ones, and the averages are saved as the state of
+    rank on the part of the weights that it holds; a weight that is unfrozen later joins in then. Buffers are not
+    averaged. Validation, test and prediction run with the averaged weights; the checkpoint's `state_dict` holds the
+    raw ones (which `load_from_checkpoint` and `init_from` therefore give), and the averages are saved as the state of
     this callback, whole (memory on saving: one float32 copy of the trainable weights on the CPU), so that a run can
     go on with another strategy or number of ranks.
 
@@ -71,6 +72,8 @@ class EMA(Callback):
         self.updates += 1
         weight = 1 - ema_decay(self.updates, self.decay, self.power, self.inverse_gamma, self.start)
         for name, parameter in _trainable(pl_module):
+            if name not in self.average:  # it was frozen until now
+                self.average[name] = parameter.detach().float().clone()
             self.average[name].lerp_(parameter.detach().float(), weight)
 
     @torch.no_grad()
@@ -93,8 +96,9 @@ class EMA(Callback):
         _reshard(pl_module)
         self._prepare(pl_module)
         for name, parameter in _trainable(pl_module):
-            self._raw[name] = parameter.detach().clone()
-            parameter.copy_(self.average[name])
+            if name in self.average:
+                self._raw[name] = parameter.detach().clone()
+                parameter.copy_(self.average[name])
 
     @torch.no_grad()
     def _swap_out(self, trainer: Trainer, pl_module: LightningModule) -> None:

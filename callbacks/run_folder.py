@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 CONFIG = "config.yaml"
 
@@ -80,7 +81,7 @@ class MetricsCsv(CSVLogger):
     @property
     def experiment(self) -> Any:
         """The writer of the rows, made on first use on rank 0."""
-        if self._experiment is None and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        if self._experiment is None and rank_zero_only.rank == 0:  # of all nodes: no other rank makes a folder
             self._experiment = _Rows(self.log_dir)
         return super().experiment
 
@@ -147,7 +148,7 @@ class RunFolder(SaveConfigCallback):
             path.write_text(json.dumps(dict(sorted(metrics.items())), indent=1) + "\n")
 
 
-def _near(path: Path) -> Path:
-    """Relative to the current folder where it lies below it."""
+def _near(path: Path) -> str:
+    """Relative to the current folder where it lies below it, quoted for the shell where it must be."""
     here = Path.cwd()
-    return path.resolve().relative_to(here) if path.resolve().is_relative_to(here) else path
+    return shlex.quote(str(path.resolve().relative_to(here) if path.resolve().is_relative_to(here) else path))

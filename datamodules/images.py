@@ -387,9 +387,11 @@ def _npz(path: Path) -> dict:
             )
         pixels = torch.from_numpy(images if images.ndim == 4 else images[..., None])
         stores[split] = Arrays(pixels.permute(0, 3, 1, 2).contiguous(), labels.astype(np.int64))
+        if not len(labels):
+            raise ValueError(f"{path}: {split}_images holds no image")
+        if labels.max() > stores["train"].labels.max():
+            raise ValueError(f"{path}: {split}_labels has class {labels.max()}, which train_labels lacks")
     stores["classes"] = [str(i) for i in range(int(stores["train"].labels.max()) + 1)]
-    if stores["test"].labels.max() >= len(stores["classes"]):
-        raise ValueError(f"{path}: test_labels has class {stores['test'].labels.max()}, which train_labels lacks")
     return stores
 
 
@@ -411,6 +413,8 @@ def _folder(folder: Path, size: int, channels: int) -> dict:
         if not (folder / split).is_dir():
             raise FileNotFoundError(f"{folder} has no folder {split}/: needed are train/<class>/ and test/<class>/")
     classes = sorted(p.name for p in (folder / "train").iterdir() if p.is_dir())
+    if not classes:
+        raise ValueError(f"{folder / 'train'} has no folders: needed is one for each class, with its images")
     stores: dict = {"classes": classes}
     for split in ("train", "val", "test"):
         if split == "val" and not (folder / split).is_dir():
@@ -424,6 +428,8 @@ def _folder(folder: Path, size: int, channels: int) -> dict:
                 found = _image_paths(folder / split / name)
                 paths += found
                 labels += [number] * len(found)
+        if not paths:
+            raise ValueError(f"{folder / split} holds no folder of a class")
         stores[split] = Files(paths, np.array(labels), size, channels)
     return stores
 

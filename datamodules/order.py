@@ -44,7 +44,7 @@ class GlobalBatches(Sampler[Draw]):
         world_size: number of ranks.
 
     Raises:
-        ValueError: if a batch cannot be split over the ranks, or there are too few items for one batch.
+        ValueError: if a batch cannot be split over the ranks or is empty, or there are too few items for one batch.
     """
 
     def __init__(
@@ -58,6 +58,8 @@ class GlobalBatches(Sampler[Draw]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size {batch_size} must be at least 1")
         if drop_last and batch_size % world_size:
             raise ValueError(
                 f"batch_size {batch_size} is the global batch and does not split over {world_size} ranks: "

@@ -1,7 +1,9 @@
 """What the methods share about ranks: the FSDP2 strategy, sharding, gathering with gradients, consolidation."""
 
+import io
 import pickle
 import sys
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -163,7 +165,10 @@ class _Allowed(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Any:
-    """The `.metadata` of a sharded checkpoint, read with an allow-list.
+    """The `.metadata` of a sharded checkpoint, read with an allow-list, and a look at the pickles that it points to.
+
+    PyTorch reads what is not a tensor (a learning rate, say) from the ranks' files with `weights_only=False`. So each
+    of these entries is read here first, with `weights_only=True`.
 
     Raises:
         FileNotFoundError: if the folder is no sharded checkpoint.
@@ -174,9 +179,23 @@ def read_metadata(folder: Path) -> Any:
         raise FileNotFoundError(f"{folder} is no sharded checkpoint: it has no .metadata and {_META}")
     try:
         with path.open("rb") as file:
-            return _Allowed(file).load()
+            metadata = _Allowed(file).load()
+        for index, place in metadata.storage_data.items():
+            if type(metadata.state_dict_metadata[index.fqn]).__name__ == "BytesStorageMetadata":
+                path = folder / place.relative_path
+                if place.transform_descriptors:
+                    raise pickle.UnpicklingError("an entry is compressed, and so cannot be looked at")
+                with path.open("rb") as file:
+                    file.seek(place.offset)
+                    torch.load(io.BytesIO(file.read(place.length)), weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} is not safe to read: {error}") from None
+        raise ValueError(f"{path} is not safe to read: {_reason(error)}") from None
+    return metadata
+
+
+def _reason(error: Exception) -> str:
+    """What PyTorch says after its advice to trust the file."""
+    return " ".join(str(error).split()).split("WeightsUnpickler error: ")[-1][:200]
 
 
 def read_checkpoint(path: Path, keys: Iterable[str] | None = None) -> dict[str, Any]:
@@ -196,12 +215,14 @@ def read_checkpoint(path: Path, keys: Iterable[str] | None = None) -> dict[str, 
         read_metadata(path)
     file = path / _META if path.is_dir() else path
     try:
-        content = torch.load(file, weights_only=True, map_location="cpu", mmap=not path.is_dir())
+        # files of PyTorch before 1.6 are no zip archives and cannot be mapped into memory
+        mmap = not path.is_dir() and zipfile.is_zipfile(file)
+        content = torch.load(file, weights_only=True, map_location="cpu", mmap=mmap)
     except pickle.UnpicklingError as error:
-        reason = str(error).replace("\n", " ")
-        if "Unsupported" in reason or "GLOBAL" in reason or "weights_only" in reason.lower():
+        reason = _reason(error)
+        if "GLOBAL" in reason or "Trying to" in reason or "Unsupported class" in reason:
             raise ValueError(f"checkpoint {path} would execute code on load; refused") from None
-        raise ValueError(f"checkpoint {path} cannot be read: {reason[:200]}") from None
+        raise ValueError(f"checkpoint {path} cannot be read: {reason}") from None
     except (RuntimeError, EOFError) as error:
         raise ValueError(f"checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from None
     if not isinstance(content, dict):
@@ -231,6 +252,8 @@ def consolidate(folder: Path, output: Path | None = None) -> Path:
     output = output or folder.with_name(folder.name.removesuffix(".ckpt") + ".consolidated.ckpt")
     if output.exists():
         raise FileExistsError(f"{output} exists already: name another file with --output")
+    if folder.is_file():
+        raise ValueError(f"{folder} is one file already: there is nothing to join")
     checkpoint = read_checkpoint(folder)  # also checks that the metadata is safe
     tensors: dict[str, Any] = {}
     _load_state_dict(
@@ -242,6 +265,7 @@ def consolidate(folder: Path, output: Path | None = None) -> Path:
         # an optimiser without state, such as plain SGD, leaves no trace of it in the files
         "optimizer_states": [{"state": {}, **tensors[k]} for k in optimizers],
     }
+    output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.with_name(output.name + ".part")
     torch.save(checkpoint, unfinished)
     return unfinished.rename(output)

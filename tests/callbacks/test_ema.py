@@ -85,6 +85,25 @@ def test_resume_and_test_use_the_stored_average(tmp_path):
     assert torch.equal(model.layer.weight, raw)
 
 
+def test_weights_that_are_frozen_or_unfrozen_on_the_way(tmp_path):
+    class Staged(Line):
+        def on_train_epoch_start(self):
+            self.frozen.requires_grad_(self.current_epoch > 0)
+            self.layer.bias.requires_grad_(self.current_epoch == 0)
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + (self.frozen**2).sum()
+
+    ema, model = EMA(decay=0.9), Staged()
+    trainer(tmp_path, ema, max_epochs=2).fit(model, data(), data())
+    expected, weight = torch.ones(2), torch.ones(2)
+    for step in range(8):
+        weight = weight - 0.1 * 2 * weight
+        expected = weight if step == 0 else 0.9 * expected + 0.1 * weight
+    torch.testing.assert_close(ema.average["frozen"], expected)
+    torch.testing.assert_close(model.frozen.detach(), weight)
+
+
 def test_decay_schedule():
     assert ema_decay(5, 0.99, None) == 0.99
     assert ema_decay(0, 0.99, None) == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_modules.distributed import read_checkpoint
 from tests.helpers import refusal
 
 FIT = ["fit", "-c", "ann_snn/digits_source"]
@@ -21,6 +22,18 @@ def sharded_bomb(folder):
     folder.mkdir()
     (folder / ".metadata").write_bytes(pickle.dumps(Bomb()))
     torch.save({}, folder / "meta.pt")
+
+
+def sharded(folder, meta, lr=0.1):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"state_dict": {"w": torch.zeros(2)}, "optimizer_0": {"lr": lr}}, checkpoint_id=folder)
+    torch.save(meta, Path(folder) / "meta.pt")
+
+
+def sharded_bomb_in_a_rank(folder):
+    """The metadata is harmless; an entry of a rank's file that is not a tensor would execute code."""
+    sharded(folder, {}, lr=Bomb())
 
 
 def checkpoint_of_another_class(path):
@@ -48,8 +61,16 @@ CASES = {
     "weights that execute code": ([*FIT, "--model.weights", "bomb.ckpt"], "would execute code on load"),
     "sharded checkpoint that executes code": ([*FIT, "--ckpt_path", "bomb"], "not safe to read"),
     "consolidate a bomb": (["consolidate", "bomb"], "not safe to read"),
+    "sharded checkpoint whose rank executes code": ([*FIT, "--ckpt_path", "bomb_in_rank"], "not safe to read"),
+    "consolidate a bomb in a rank": (["consolidate", "bomb_in_rank"], "not safe to read"),
+    "consolidate a file": (["consolidate", "other.ckpt"], "other.ckpt is one file already"),
+    "sharded checkpoint on one device": ([*FIT, "--ckpt_path", "sharded"], "fulgurite consolidate sharded"),
     "consolidate nothing": (["consolidate", "nowhere"], "nowhere does not exist"),
     "checkpoint of another class": ([*FIT, "--ckpt_path", "other.ckpt"], "was saved by lightning_modules.AnnSnn"),
+    "weights in place of a checkpoint": ([*FIT, "--ckpt_path", "weights.pt"], "weights.pt holds weights alone"),
+    "checkpoint that does not fit": ([*FIT, "--ckpt_path", "misfit.ckpt"], "Missing key(s) in state_dict"),
+    "no model": (["test", "--ckpt_path", "other.ckpt"], "test.model"),
+    "batch of nothing": ([*FIT, "--data.batch_size", "0"], "batch_size 0"),
     "FSDP1 on CPU": ([*FIT, "-c", "strategy/fsdp1", "--trainer.accelerator", "cpu"], "strategy/fsdp2"),
     "too many devices": ([*FIT, "--trainer.accelerator", "cpu", "--trainer.devices", "4096"], "4096"),
     "unknown strategy": ([*FIT, "--trainer.strategy", "bogus"], "bogus"),
@@ -70,7 +91,13 @@ def test_refusal(case, tmp_path, capsys, monkeypatch):
     Path("broken.yaml").write_text("model: [unclosed")
     torch.save({"state_dict": Bomb()}, "bomb.ckpt", pickle_protocol=2)
     sharded_bomb(Path("bomb"))
+    sharded_bomb_in_a_rank("bomb_in_rank")
     checkpoint_of_another_class("other.ckpt")
+    lightning = {"pytorch-lightning_version": "2.6.6", "hyper_parameters": {}}
+    torch.save({"w": torch.zeros(2)}, "weights.pt")
+    rest = {"epoch": 0, "global_step": 0, "loops": {}, "callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
+    torch.save({"state_dict": {"w": torch.zeros(2)}, **lightning, **rest}, "misfit.ckpt")
+    sharded("sharded", lightning)
 
     def no_network(*args, **kwargs):
         raise OSError("no network")
@@ -81,4 +108,20 @@ def test_refusal(case, tmp_path, capsys, monkeypatch):
     assert message in line
     left = {p for p in set(os.listdir()) - before if any(Path(p).rglob("*")) and Path(p).name != "data"}
     assert not any(f for p in left for f in Path(p).rglob("*") if f.is_file())
+    assert not Path("executed").exists()
+
+
+def test_a_monitor_that_is_not_logged(capsys):
+    stop = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/nope"]
+    assert "val/nope" in refusal([*FIT, "-c", "trainer/smoke", *stop], capsys)
+
+
+def test_weights_from_before_the_zip_format(tmp_path):
+    """Sources published years ago are such files; they are read as safely."""
+    path = tmp_path / "old.th"
+    torch.save({"state_dict": {"w": torch.arange(3.0)}}, path, _use_new_zipfile_serialization=False)
+    assert read_checkpoint(path)["state_dict"]["w"].tolist() == [0, 1, 2]
+    torch.save({"state_dict": Bomb()}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match="would execute code on load"):
+        read_checkpoint(path)
     assert not Path("executed").exists()

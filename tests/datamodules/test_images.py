@@ -149,6 +149,20 @@ def test_folder_of_images(tmp_path, capsys):
         list(data.predict_dataloader())
 
 
+def test_splits_without_images_and_unknown_classes_are_named(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "test").mkdir()
+    with pytest.raises(ValueError, match="train has no folders"):
+        ready(source=str(tmp_path))
+    none = {"test_images": np.zeros((0, 6, 6, 3), np.uint8), "test_labels": np.zeros(0, int)}
+    with pytest.raises(ValueError, match="test_images holds no image"):
+        ready(source=write_npz(tmp_path / "none.npz", **none))
+    for split in ("val", "test"):
+        new = {f"{split}_images": np.zeros((3, 6, 6, 3), np.uint8), f"{split}_labels": np.array([0, 9, 1])}
+        with pytest.raises(ValueError, match=f"{split}_labels has class 9"):
+            ready(source=write_npz(tmp_path / f"{split}.npz", **new))
+
+
 def test_options_out_of_range_are_named():
     with pytest.raises(ValueError, match="augment has"):
         ImageClassification(augment=["rotate"])

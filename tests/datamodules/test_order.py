@@ -90,6 +90,8 @@ def test_loader_goes_on_where_it_was_stored(workers):
 def test_a_batch_that_does_not_split_is_refused():
     with pytest.raises(ValueError, match="batch_size 5 is the global batch"):
         GlobalBatches(10, 5, shuffle=True, drop_last=True, world_size=2)
+    with pytest.raises(ValueError, match="batch_size 0 must be"):
+        GlobalBatches(10, 0, shuffle=True, drop_last=False)
     with pytest.raises(ValueError, match="larger than the 3 items"):
         GlobalBatches(3, 5, shuffle=True, drop_last=True)
 
