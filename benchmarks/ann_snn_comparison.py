@@ -6,7 +6,7 @@
 Each row and seed is one JSON file below `benchmarks/results/ann_snn/<name>`, written the moment it exists; rows that
 exist are passed over, so the script can be stopped and started again, and two of them can share the work by seeds.
 `--data` takes whatever `ImageClassification` takes as its source; SOURCE.ckpt comes from `ann_snn/cifar10_source`.
-Nothing is selected on test images: every row runs the same number of steps at a fixed setting and its last weights count.
+Nothing is selected on test images: every row takes the same steps at a fixed setting, and its last weights count.
 """
 
 import argparse

@@ -62,6 +62,6 @@ def test_a_resumed_fit_and_a_test_go_on_in_the_same_run(tmp_path):
     run(["test", "-c", str(folder / "config.yaml"), "--ckpt_path", last], tmp_path)
     wandb.finish()
     wandb.teardown()
-    ids = [p.name.split("-")[-1] for p in folder.glob("wandb/offline-run-*")]
+    ids = [p.name.split("-")[3] for p in folder.glob("wandb/offline-run-*")]
     assert len(ids) == 3
     assert len(set(ids)) == 1
