@@ -49,12 +49,22 @@ def runs(tmp_path_factory):
     test = ["test", "-c", str(folder / "sharded" / "config.yaml"), "--data.batch_size", "77"]
     last = str(folder / "sharded" / "checkpoints" / "last.ckpt")
     cases.append({"name": "test", "run": str(folder / "sharded"), "args": [*test, "--ckpt_path", last]})
+    source = ["fit", "-c", "ann_snn/digits_source", "-c", "strategy/ddp", "-c", "trainer/smoke"]
+    source += ["--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"]
+    cases.append({"name": "unnamed", "args": [*source, "--trainer.default_root_dir", str(folder / "unnamed")]})
     output = launch(cases, folder)
     assert "CASE" not in output, output[-4000:]
     cli.main([*base, "--trainer.default_root_dir", str(folder / "one")])
     found = {case["name"]: folder / case["name"] for case in cases}
     found["one"] = next((folder / "one").rglob("config.yaml")).parent
     return found
+
+
+def test_ranks_started_from_outside_agree_on_one_folder(runs):
+    """As under torchrun or srun, where no rank inherits the folder of another."""
+    folders = list((runs["unnamed"] / "ann_snn" / "digits_source").iterdir())
+    assert len(folders) == 1
+    assert {p.name for p in folders[0].iterdir()} == {"config.yaml", "metrics.csv", "checkpoints"}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

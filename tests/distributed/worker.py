@@ -1,6 +1,7 @@
 """Runs in two processes: every case that a test in this folder asks for, one after the other.
 
-`python -m tests.distributed.worker CASES.json`: a list of {"name", "args"}, each `args` a command line of the CLI.
+`python -m tests.distributed.worker CASES.json`: a list of {"name", "args"} and perhaps "run", the
+run folder, each `args` a command line of the CLI.
 The processes are started by `pair.launch` with the variables that torchrun sets.
 """
 
@@ -20,7 +21,9 @@ def main() -> None:
 
     rank = os.environ["RANK"]
     for case in cases:
-        os.environ["FULGURITE_RUN"] = case["run"]  # as Lightning's own launcher would hand it on
+        os.environ.pop("FULGURITE_RUN", None)
+        if "run" in case:  # as Lightning's own launcher would hand it on; without it the ranks must agree by themselves
+            os.environ["FULGURITE_RUN"] = case["run"]
         try:
             if case.get("code"):
                 exec(case["code"], {})  # noqa: S102: written in the tests beside this file
