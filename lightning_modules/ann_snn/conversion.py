@@ -129,6 +129,8 @@ def _refuse_leaves(ann: nn.Module) -> None:
             problems.append(f"{name or 'the network itself'}: {type(module).__name__}, {_reason(module)}")
         if isinstance(module, nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d) and module.return_indices:
             problems.append(f"{name}: {type(module).__name__} with return_indices=True")
+        if isinstance(module, _BATCHNORMS) and module.running_mean is None:
+            problems.append(f"{name}: {type(module).__name__} without running statistics, which cannot be folded")
     if problems:
         raise _refusal(problems)
 
@@ -142,6 +144,8 @@ def _refuse_operations(network: fx.GraphModule) -> None:
         if node.op == "call_module" and type(network.get_submodule(node.target)) not in _CONVERTIBLE:
             module = network.get_submodule(node.target)
             problems.append(f"{node.target}: {type(module).__name__}, {_reason(module)}")
+        elif node.target in _POOL_CALLS:
+            problems.append(f"{place}: {node.target.__name__} with a window made from sizes; give a number")
         elif node.op == "call_function" and node.target.__name__ not in _FUNCTIONS:
             problems.append(f"{place}: function {node.target.__name__}, no rate-coded form is known")
         elif node.op == "call_function" and node.target.__name__ == "mul" and spiking.issuperset(node.args):
@@ -544,13 +548,17 @@ def _run_constant_part_once(network: fx.GraphModule) -> None:
         if found == temporal:
             break
         temporal = found
+    from_image: set[fx.Node] = set()  # learned constants have no batch axis: they broadcast as they are
+    for node in network.graph.nodes:
+        if node.op == "placeholder" or from_image.intersection(node.all_input_nodes):
+            from_image.add(node)
     repeated: dict[fx.Node, fx.Node] = {}
     for node in list(network.graph.nodes):
         module = module_of(node)
         if isinstance(module, base.StepModule):
             module.step_mode = "m" if node in temporal else "s"
         for source in node.all_input_nodes if node in temporal else ():
-            if source in temporal:
+            if source in temporal or source not in from_image:
                 continue
             if source not in repeated:
                 name = f"over_time_{len(repeated)}"

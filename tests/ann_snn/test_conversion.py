@@ -104,6 +104,27 @@ class SharedInput(nn.Module):
         return self.head(torch.cat((y, x, x.relu()), 1).mean((2, 3)))
 
 
+class LearnedConstants(nn.Module):
+    """A scale per channel, as it is and doubled, behind a neuron."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 3, 1), nn.Linear(3, 2)
+        self.scale = nn.Parameter(torch.tensor([0.5, -1.0, 2.0]).view(3, 1, 1))
+
+    def forward(self, x):
+        x = F.relu(self.conv(x)) * self.scale + self.scale * 2
+        return self.head(x.mean((2, 3)))
+
+
+def test_learned_constants_meet_spikes():
+    torch.manual_seed(0)
+    ann, x = LearnedConstants().eval(), torch.rand(5, 2, 4, 4)
+    student = convert(ann, [x], percentile=100)
+    with torch.no_grad():
+        torch.testing.assert_close(simulate(student, x, 1024, chunk=128).logits, ann(x), atol=0.01, rtol=0.01)
+
+
 def test_static_tensors_meet_spikes():
     torch.manual_seed(0)
     ann, x = SharedInput().eval(), torch.rand(5, 2, 4, 4)
@@ -345,6 +366,7 @@ def test_refusal_lists_every_module_with_its_reason():
         (nn.Sequential(nn.Conv2d(1, 1, 1)), "no ReLU"),
         (nn.Sequential(nn.ReLU(), nn.MaxPool2d(2, return_indices=True)), "return_indices"),
         (nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)), "fold it into"),
+        (nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, track_running_stats=False), nn.ReLU()), "running stat"),
     ],
 )
 def test_other_refusals(network, message):
@@ -356,6 +378,13 @@ def test_refused_functions_and_control_flow():
     class Swish(nn.Module):
         def forward(self, x):
             return x.relu() * x.sigmoid() + torch.exp(x)
+
+    class Window(nn.Module):
+        def forward(self, x):
+            return F.avg_pool2d(x.relu(), x.size(3))
+
+    with pytest.raises(ValueError, match="avg_pool2d with a window"):
+        prepare(Window())
 
     class Branch(nn.Module):
         def forward(self, x):
