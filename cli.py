@@ -154,8 +154,10 @@ def front_door() -> type:
             """Fill in what the checkpoint stored and neither a config nor a flag names (they win here)."""
             command = self.config.subcommand
             config = self.config[command]
-            if not config.get("ckpt_path") or config.ckpt_path in ("best", "last", "hpc"):
+            if not config.get("ckpt_path"):
                 return
+            if config.ckpt_path in ("best", "last", "hpc"):  # these look in the folder of this run, which is new
+                raise ValueError(f"ckpt_path {config.ckpt_path!r}: name the file, RUN/checkpoints/{config.ckpt_path}.ckpt")
             path = Path(config.ckpt_path)
             self.checkpoint = read_checkpoint(path, ["hyper_parameters", "callbacks", "pytorch-lightning_version"])
             if path.is_dir() and not shards(config.trainer.strategy):

@@ -55,6 +55,7 @@ CASES = {
     "wrong network option": ([*FIT, "--model.network_args", "{depth: 3}"], "depth"),
     "missing data file": ([*FIT, "--data.source", "mine.npz"], "mine.npz"),
     "missing weights": ([*FIT, "--model.weights", "mine.pt"], "mine.pt"),
+    "checkpoint by a word": ([*FIT, "--ckpt_path", "last"], "name the file"),
     "missing checkpoint": ([*FIT, "--ckpt_path", "mine.ckpt"], "mine.ckpt does not exist"),
     "bad checkpoint": ([*FIT, "--ckpt_path", "bad.ckpt"], "bad.ckpt cannot be read"),
     "checkpoint that executes code": ([*FIT, "--ckpt_path", "bomb.ckpt"], "would execute code on load"),
