@@ -9,7 +9,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_modules.ann_snn.source import build, load_weights
+from lightning_modules.ann_snn.source import build, check_data, load_weights
 from lightning_modules.distributed import shard
 
 
@@ -54,6 +54,10 @@ class ImageClassifier(LightningModule):
             self.network = build(self.hparams["network"], self.hparams["network_args"])
             if self.hparams["weights"] and self._trainer is not None and self.trainer.ckpt_path is None:
                 load_weights(self.network, self.hparams["weights"])
+            data: Any = self._trainer and self.trainer.datamodule
+            if hasattr(data, "calibration_dataloader"):
+                image = next(iter(data.calibration_dataloader()))[0]
+                check_data(self.network, image, len(getattr(data, "classes", ())))
         shard(self.network, self.block_types, self.device_mesh)
 
     def forward(self, image: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from lightning_modules.ann_snn.conversion import (
     teacher_features,
 )
 from lightning_modules.ann_snn.losses import batch_mean_cka, closed_loop_loss, hsic, layer_weights, linear_cka
-from lightning_modules.ann_snn.source import build, load_weights
+from lightning_modules.ann_snn.source import build, check_data, load_weights
 from lightning_modules.distributed import gather_with_gradient, read_checkpoint, shard
 
 FORMAT = 1  # of save_pretrained
@@ -158,6 +158,8 @@ class AnnSnn(LightningModule):
         def images(n: int | None) -> Iterable[Tensor]:
             return (_image(batch).to(device) for batch in islice(batches, n))
 
+        data = self._trainer and self.trainer.datamodule
+        check_data(self.teacher, next(iter(images(1))), len(getattr(data, "classes", ())))
         self.student = convert(self.teacher, images(self.hparams["calibration_batches"]), **self._conversion_settings())
         self.student.memory_optimised = self.hparams["memory_optimised"]
         few = list(images(self.hparams["weight_batches"]))

@@ -78,6 +78,30 @@ def load_weights(network: nn.Module, weights: str) -> None:
         raise ValueError(f"weights {weights!r} do not fit {type(network).__name__}: {reason}") from None
 
 
+@torch.no_grad()
+def check_data(network: nn.Module, images: torch.Tensor, classes: int) -> None:
+    """Refuse data that the network cannot take, before a training starts.
+
+    Args:
+        network: maps images to logits; put into evaluation mode and back.
+        images: float32 `[b, c, h, w]`, of which one is tried.
+        classes: how many the data have.
+
+    Raises:
+        ValueError: naming the shape of the images, or the numbers of classes.
+    """
+    training = network.training
+    try:
+        logits = network.eval()(images[:1])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the network cannot take images of shape {list(images.shape[1:])}: {reason}") from None
+    finally:
+        network.train(training)
+    if logits.shape[-1] < classes:
+        raise ValueError(f"the data have {classes} classes, the network {logits.shape[-1]}: set its network_args")
+
+
 def _fit_names(state: dict[str, Any], wanted: set[str]) -> dict[str, torch.Tensor]:
     """Drop a wrapper's prefix (`module.`, `network.`, `model.` ...) and what stands outside it."""
     if wanted <= set(state):

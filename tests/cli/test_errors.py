@@ -78,6 +78,12 @@ CASES = {
     "run folder is a file": ([*FIT, "--trainer.default_root_dir", "file"], "is a file"),
     "batch larger than data": ([*FIT, "--data.batch_size", "5000"], "batch_size 5000"),
     "unreadable npz": ([*FIT, "--data.source", "broken.npz"], "broken.npz cannot be read"),
+    "more classes than outputs": ([*FIT, "--model.network_args", "{classes: 3}"], "the data have 10 classes"),
+    "images of another shape": ([*FIT, "--model.network_args", "{in_channels: 3}"], "images of shape [1, 8, 8]"),
+    "source that does not fit the data": (
+        ["fit", "-c", "ann_snn/digits", "--model.weights", "null", "--model.network_args", "{classes: 3}"],
+        "the data have 10 classes",
+    ),
     "no network": ([*FIT, "--data.source", "cifar10"], "cannot be downloaded"),
     "broken yaml": (["fit", "-c", "broken.yaml"], "broken.yaml"),
 }
