@@ -26,14 +26,14 @@ def main() -> None:
             os.environ["FULGURITE_RUN"] = case["run"]
         try:
             if case.get("code"):
-                exec(case["code"], {})  # noqa: S102: written in the tests beside this file
+                exec(case["code"], {})
             else:
                 cli.main(case["args"])
         except SystemExit as stopped:
             if stopped.code:
-                print(f"CASE {case['name']} ended with {stopped.code}", flush=True)  # noqa: T201
+                print(f"CASE {case['name']} ended with {stopped.code}", flush=True)
         except Exception:
-            print(f"CASE {case['name']} failed on rank {rank}\n{traceback.format_exc()}", flush=True)  # noqa: T201
+            print(f"CASE {case['name']} failed on rank {rank}\n{traceback.format_exc()}", flush=True)
             os._exit(1)  # the other rank would wait for ever in a collective
 
 
