@@ -1,0 +1,419 @@
+"""Videos with instructions, as clips of a few frames: Meta-World experts made on the spot, or a folder of your own."""
+
+import csv
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from datamodules import metaworld
+from datamodules.order import Draw, GlobalBatches, Loader, ranks
+
+CAPTIONS = "captions.csv"
+_PURPOSE = {"train": "train", "val": "videos for validation", "test": "videos for testing"}
+
+
+class Clips(NamedTuple):
+    """A batch of clips.
+
+    Attributes:
+        video: float32 `[b f 3 h w]` in [-1, 1].
+        tokens: int64 `[b l]`, the words of the instruction as numbers from 1 on, 0 where there is none; see `word_ids`.
+        caption: b instructions, for a text encoder with a vocabulary of its own.
+        action: float32 `[b (f-1)*stride d]`, the commands between the first and the last frame, in the recording's
+            units; d is 0 where only pictures are known.
+        index: int64 `[b]`, number of the clip, which no clip of another split has.
+    """
+
+    video: Tensor
+    tokens: Tensor
+    caption: list[str]
+    action: Tensor
+    index: Tensor
+
+
+class Episodes(NamedTuple):
+    """Whole videos, one after the other.
+
+    Attributes:
+        frames: uint8 `(all frames, h, w, 3)`.
+        action: float32 `(all frames, d)`, what is done at each frame.
+        length: int `(episodes,)`.
+        caption: Instruction of each episode.
+        name: What each is called in messages.
+    """
+
+    frames: np.ndarray
+    action: np.ndarray
+    length: np.ndarray
+    caption: list[str]
+    name: list[str]
+
+
+def instruction(task: str) -> str:
+    """The words of a Meta-World task: `button-press-topdown-v3` -> `button press topdown`."""
+    return re.sub(r"-v\d+$", "", task).replace("-", " ")
+
+
+def word_ids(caption: str, length: int, vocabulary: int) -> list[int]:
+    """Numbers of the first `length` words, from 1 to `vocabulary - 1`, then zeros.
+
+    A word's number is its CRC-32 modulo the size of the vocabulary: it depends on no training text, so models and data
+    always agree on it. Two of n words share a number with a probability of about `n^2 / (2 vocabulary)`.
+    """
+    words = re.findall(r"\w+", caption.lower())[:length]
+    ids = [zlib.crc32(word.encode()) % (vocabulary - 1) + 1 for word in words]
+    return ids + [0] * (length - len(ids))
+
+
+def clip_starts(length: np.ndarray, span: int, every: int) -> tuple[np.ndarray, np.ndarray]:
+    """First frame of every clip that lies inside its episode, and the episode.
+
+    Args:
+        length: int `(episodes,)`, none shorter than `span`.
+        span: Frames from a clip's first to its last, both counted.
+        every: Frames between two starts.
+
+    Returns:
+        start int64 `(clips,)` counted from the first frame of the episode, and episode int64 `(clips,)`.
+    """
+    counts = (length - span) // every + 1
+    episode = np.repeat(np.arange(len(length)), counts)
+    start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * every
+    return start, episode
+
+
+class ClipSet(Dataset):
+    """Clips of some episodes; `__getitems__` makes a whole batch at once.
+
+    Args:
+        episodes: All of them.
+        chosen: Numbers of those to take.
+        frames: Frames of a clip.
+        stride: Recorded frames from one of its frames to the next.
+        every: Recorded frames between the starts of two clips.
+        tokens: Words kept of an instruction.
+        vocabulary: Size of the vocabulary.
+        first: Number of the first clip.
+    """
+
+    def __init__(
+        self,
+        episodes: Episodes,
+        chosen: np.ndarray,
+        frames: int,
+        stride: int,
+        every: int,
+        tokens: int,
+        vocabulary: int,
+        first: int = 0,
+    ) -> None:
+        self.episodes, self.stride, self.first = episodes, stride, first
+        start, which = clip_starts(episodes.length[chosen], (frames - 1) * stride + 1, every)
+        self.episode = chosen[which]
+        self.start = start + (np.cumsum(episodes.length) - episodes.length)[self.episode]
+        self.seen = np.arange(frames) * stride
+        self.words = torch.tensor([word_ids(c, tokens, vocabulary) for c in episodes.caption])
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def __getitems__(self, draw: Draw) -> Clips:
+        start, episode = self.start[draw.items], self.episode[draw.items]
+        pictures = torch.from_numpy(self.episodes.frames[start[:, None] + self.seen])  # b f h w 3
+        between = start[:, None] + np.arange(self.seen[-1])
+        return Clips(
+            video=pictures.permute(0, 1, 4, 2, 3).float() / 127.5 - 1,
+            tokens=self.words[episode],
+            caption=[self.episodes.caption[i] for i in episode],
+            action=torch.from_numpy(self.episodes.action[between]),
+            index=torch.from_numpy(draw.items + self.first),
+        )
+
+
+# ------------------------------------------------------------------------------------------------ own folder
+
+
+def read_captions(folder: Path) -> list[tuple[str, str]]:
+    """Rows (file, caption) of `captions.csv`, whose columns are `file` and `caption`.
+
+    Raises:
+        FileNotFoundError: If there is no table.
+        ValueError: Naming every row whose file is missing or that has no caption.
+    """
+    path = folder / CAPTIONS
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no {CAPTIONS}: write one line per video, with columns file and caption")
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if not {"file", "caption"} <= set(reader.fieldnames or []):
+            raise ValueError(f"{path} needs the columns file and caption, it has {reader.fieldnames}")
+        rows = [(row["file"], row["caption"] or "") for row in reader]
+    bad = [f"{name} (does not exist)" for name, _ in rows if not (folder / name).is_file()]
+    bad += [f"{name} (has no caption)" for name, caption in rows if not caption.strip()]
+    if bad:
+        raise ValueError(f"{path}: {', '.join(bad)}")
+    if not rows:
+        raise ValueError(f"{path} names no video")
+    return rows
+
+
+def read_video(path: Path, size: int) -> np.ndarray:
+    """Frames of a GIF or MP4, the square in the middle, averaged down (or up) to `size`: uint8 `(t, size, size, 3)`.
+
+    Raises:
+        ValueError: If it cannot be read.
+        ImportError: If the library that reads it is missing.
+    """
+    try:
+        import imageio.v3 as imageio
+    except ImportError:
+        raise ImportError(
+            "reading videos needs imageio: pip install 'fulgurite[robots]' (for MP4 also: pip install av)"
+        ) from None
+    try:
+        frames = torch.from_numpy(np.asarray(imageio.imread(path, index=None if path.suffix == ".gif" else ...)))
+    except Exception as error:  # every plug-in raises its own kinds
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    if frames.ndim == 5:
+        frames = frames.squeeze(0)
+    side = min(frames.shape[1:3])
+    top, left = ((n - side) // 2 for n in frames.shape[1:3])
+    square = frames[:, top : top + side, left : left + side, :3].permute(0, 3, 1, 2).float()
+    small = F.interpolate(square, (size, size), mode="bilinear", antialias=True, align_corners=False)
+    return small.round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
+
+
+def import_folder(folder: Path, size: int, cache: Path) -> Path:
+    """Decode every video of a folder once.
+
+    The result is complete or not there: it is written beside its place and moved.
+
+    Args:
+        folder: Holds `captions.csv` and the files that it names.
+        size: Side of the pictures in pixels.
+        cache: Where the result is kept, under a name that changes with the files.
+
+    Returns:
+        A folder with `frames.npy` (uint8, all frames of all videos) and `episodes.json`.
+
+    Raises:
+        ValueError: Naming each file that cannot be read.
+    """
+    rows = read_captions(folder)
+    stats = [(folder / name).stat() for name, _ in rows]
+    signature = [size, *([*row, s.st_size, s.st_mtime_ns] for row, s in zip(rows, stats, strict=True))]
+    target = cache / hashlib.sha256(json.dumps(signature).encode()).hexdigest()[:12]
+    if target.is_dir():
+        return target
+    videos, bad = [], []
+    for name, _ in rows:
+        try:
+            videos.append(read_video(folder / name, size))
+        except ValueError as error:
+            bad.append(str(error))
+    if bad:
+        raise ValueError("; ".join(bad))
+    cache.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".videos-", dir=cache))
+    np.save(work / "frames.npy", np.concatenate(videos))
+    about = {"length": [len(v) for v in videos], "name": [n for n, _ in rows], "caption": [c for _, c in rows]}
+    (work / "episodes.json").write_text(json.dumps(about))
+    try:
+        work.rename(target)
+    except OSError:  # another process was faster
+        shutil.rmtree(work, ignore_errors=True)
+        if not target.is_dir():
+            raise
+    return target
+
+
+# ------------------------------------------------------------------------------------------------ data module
+
+
+class ExpertVideos(LightningDataModule):
+    """Clips of experts at work, with an instruction each.
+
+    Args:
+        source: "metaworld" (scripted experts, pictures by ray casting, made on first use), or a folder with
+            `captions.csv` (columns `file`, `caption`) and the MP4 or GIF files that it names.
+        tasks: Meta-World tasks.
+        episodes: Meta-World: training episodes of each task.
+        test_episodes: Meta-World: validation episodes, and as many test episodes, of each task.
+        frames: Frames of a clip.
+        stride: Recorded frames from one frame of a clip to the next; Meta-World records 80 a second.
+        every: Recorded frames between the starts of two clips.
+        size: Side of the pictures in pixels.
+        max_steps: Meta-World: steps of an episode at most.
+        tail: Meta-World: steps that an episode goes on after its first success.
+        tokens: Words kept of an instruction.
+        vocabulary: Size of the vocabulary, see `word_ids`; the model's.
+        val_fraction: Folder: part of the videos that validates, at least one, in (0, 1).
+        test_fraction: Folder: the same for testing.
+        batch_size: Clips per batch over all ranks together. Training drops the last batch where it is smaller.
+        eval_batch_size: The same for validation, test and prediction; `batch_size` if none.
+        seed: Of layouts, splits and order.
+        data_dir: Where episodes and decoded videos are kept.
+        processes: Meta-World: processes that make episodes; all cores if none.
+        num_workers: Processes that prepare batches.
+
+    Raises:
+        ValueError: If a number is out of range or a task unknown.
+        FileNotFoundError: If the folder does not exist.
+    """
+
+    def __init__(
+        self,
+        source: str = "metaworld",
+        tasks: list[str] | None = None,
+        episodes: int = 20,
+        test_episodes: int = 5,
+        frames: int = 8,
+        stride: int = 4,
+        every: int = 4,
+        size: int = 64,
+        max_steps: int = metaworld.MAX_STEPS,
+        tail: int = 30,
+        tokens: int = 8,
+        vocabulary: int = 1024,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        batch_size: int = 16,
+        eval_batch_size: int | None = None,
+        seed: int = 0,
+        data_dir: str = "data",
+        processes: int | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (("frames", frames, 2), ("stride", stride, 1), ("every", every, 1)):
+            if value < least:
+                raise ValueError(f"{name} {value} must be at least {least}")
+        for name, part in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
+            if not 0 < part < 1:
+                raise ValueError(f"{name} {part} is outside (0, 1)")
+        if source == "metaworld":
+            metaworld.require()
+            tasks = tasks or ["button-press-topdown-v3", "door-open-v3", "drawer-open-v3"]
+            metaworld.check_tasks(tasks)
+        elif not Path(source).is_dir():
+            raise FileNotFoundError(f"videos {source!r} are neither a folder nor 'metaworld'")
+        self.source, self.tasks = source, tasks or []
+        self.episodes, self.test_episodes = episodes, test_episodes
+        self.frames, self.stride, self.every, self.size = frames, stride, every, size
+        self.max_steps, self.tail, self.tokens, self.vocabulary = max_steps, tail, tokens, vocabulary
+        self.val_fraction, self.test_fraction = val_fraction, test_fraction
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.seed, self.data_dir = seed, Path(data_dir)
+        self.processes, self.num_workers = processes, num_workers
+        self._sets: dict[str, ClipSet] = {}
+
+    def _collect(self, task: str, split: str) -> Path:
+        return metaworld.collect(
+            task,
+            self.episodes if split == "train" else self.test_episodes,
+            metaworld.Observation(state="none", image=self.size),
+            self.data_dir / "metaworld",
+            seed=self.seed,
+            purpose=_PURPOSE[split],
+            max_steps=self.max_steps,
+            tail=self.tail,
+            processes=self.processes,
+        )
+
+    def prepare_data(self) -> None:
+        """Let the experts make what is missing, or decode the folder."""
+        if self.source != "metaworld":
+            import_folder(Path(self.source), self.size, self.data_dir / "videos")
+            return
+        for task in self.tasks:
+            for split in _PURPOSE:
+                self._collect(task, split)
+
+    def _metaworld(self, split: str) -> Episodes:
+        parts = []
+        for task in self.tasks:
+            with np.load(self._collect(task, split), allow_pickle=False) as file:
+                parts.append({name: file[name] for name in ("image", "action", "length")})
+        frames, action, length = (np.concatenate([p[k] for p in parts]) for k in ("image", "action", "length"))
+        of_task = [(task, i) for task, p in zip(self.tasks, parts, strict=True) for i in range(len(p["length"]))]
+        captions = [instruction(task) for task, _ in of_task]
+        return Episodes(frames, action, length, captions, [f"{task}, {split} episode {i}" for task, i in of_task])
+
+    def _folder(self) -> tuple[Episodes, dict[str, np.ndarray]]:
+        folder = import_folder(Path(self.source), self.size, self.data_dir / "videos")
+        about = json.loads((folder / "episodes.json").read_text())
+        frames = np.load(folder / "frames.npy", mmap_mode="r", allow_pickle=False)
+        nothing = np.zeros((len(frames), 0), dtype=np.float32)
+        episodes = Episodes(frames, nothing, np.array(about["length"]), about["caption"], about["name"])
+        n = len(episodes.length)
+        n_val, n_test = (max(1, round(n * part)) for part in (self.val_fraction, self.test_fraction))
+        if n_val + n_test >= n:
+            raise ValueError(f"{n} videos cannot be split: validation takes {n_val} and test {n_test} of them")
+        order = np.random.default_rng([self.seed, 0]).permutation(n)
+        parts = zip(("val", "test", "train"), np.split(order, [n_val, n_val + n_test]), strict=True)
+        return episodes, {name: np.sort(part) for name, part in parts}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read and split.
+
+        Raises:
+            ValueError: Naming the videos that are shorter than a clip.
+        """
+        if self._sets:
+            return
+        if self.source == "metaworld":
+            read = {split: self._metaworld(split) for split in _PURPOSE}
+            sources = {split: (e, np.arange(len(e.length))) for split, e in read.items()}
+        else:
+            episodes, chosen = self._folder()
+            sources = {split: (episodes, chosen[split]) for split in _PURPOSE}
+        first = 0
+        for split, (episodes, chosen) in sources.items():
+            _check_lengths(episodes, (self.frames - 1) * self.stride + 1)
+            self._sets[split] = ClipSet(
+                episodes, chosen, self.frames, self.stride, self.every, self.tokens, self.vocabulary, first
+            )
+            first += len(self._sets[split])
+
+    def clips(self, split: str) -> ClipSet:
+        """The clips of the `train`, `val` or `test` episodes."""
+        return self._sets[split]
+
+    def _loader(self, split: str) -> Loader:
+        train = split == "train"
+        size = self.batch_size if train else self.eval_batch_size
+        clips = self._sets[split]
+        order = GlobalBatches(len(clips), size, shuffle=train, drop_last=train, seed=self.seed, **ranks(self))
+        return Loader(clips, order, num_workers=self.num_workers, pin_memory=torch.cuda.is_available())
+
+    def train_dataloader(self) -> Loader:
+        """Shuffled training clips."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> Loader:
+        """Clips of the validation episodes."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> Loader:
+        """Clips of the test episodes."""
+        return self._loader("test")
+
+    predict_dataloader = test_dataloader
+
+
+def _check_lengths(episodes: Episodes, span: int) -> None:
+    short = [f"{episodes.name[i]} ({episodes.length[i]})" for i in np.flatnonzero(episodes.length < span)]
+    if short:
+        raise ValueError(f"fewer frames than the {span} that a clip spans: {', '.join(short)}; lower frames or stride")

@@ -1,0 +1,135 @@
+"""Clips of videos: what is in them, how they are split, and in which order they come."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datamodules.videos import ExpertVideos, clip_starts, import_folder, instruction, read_video, word_ids
+from tests.dyn_vpp.toys import DATA, video, write_folder
+
+
+def data(folder, **options) -> ExpertVideos:
+    module = ExpertVideos(str(write_folder(folder / "own")), data_dir=str(folder / "data"), **{**DATA, **options})
+    module.prepare_data()
+    module.setup()
+    return module
+
+
+def test_a_clip_is_every_second_frame_of_its_video(tmp_path):
+    module = data(tmp_path)
+    clips = module.clips("train")
+    batch = next(iter(module.train_dataloader()))
+    assert batch.video.shape == (4, 4, 3, 16, 16) and batch.video.dtype == torch.float32
+    assert batch.video.min() >= -1 and batch.video.max() <= 1
+    assert batch.action.shape == (4, 6, 0)
+    for row in range(4):
+        item = int(batch.index[row]) - clips.first
+        episode = clips.episode[item]
+        start = clips.start[item] - episode * 12
+        own = read_video(tmp_path / "own" / f"{episode}.gif", 16)[start : start + 7 : 2]
+        assert torch.allclose(batch.video[row], torch.from_numpy(own).permute(0, 3, 1, 2) / 127.5 - 1, atol=1e-6)
+        assert batch.caption[row] == ("move down" if episode % 2 else "move right")
+        assert batch.tokens[row].tolist() == word_ids(batch.caption[row], 4, 64)
+
+
+@given(st.lists(st.integers(7, 40), min_size=1, max_size=6), st.integers(1, 7), st.integers(1, 5))
+def test_clips_lie_inside_their_episode_and_none_is_left_out(lengths, span, every):
+    start, episode = clip_starts(np.array(lengths), span, every)
+    expected = [(s, i) for i, n in enumerate(lengths) for s in range(0, n - span + 1, every)]
+    assert list(zip(start.tolist(), episode.tolist(), strict=True)) == expected
+
+
+def test_splits_share_no_video_and_no_number(tmp_path):
+    module = data(tmp_path)
+    episodes = [set(module.clips(split).episode.tolist()) for split in ("train", "val", "test")]
+    assert set.union(*episodes) == set(range(8)) and sum(map(len, episodes)) == 8
+    numbers = [i for split in ("train", "val", "test") for i in range(len(module.clips(split)))]
+    firsts = [module.clips(split).first for split in ("train", "val", "test")]
+    assert firsts == [0, len(module.clips("train")), len(numbers) - len(module.clips("test"))]
+
+
+def test_order_is_a_function_of_the_seed_and_resumes(tmp_path):
+    orders = [
+        [batch.index.tolist() for batch in data(tmp_path / name, seed=seed).train_dataloader()]
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    assert orders[0] == orders[1] != orders[2]
+    loader = data(tmp_path / "d", seed=1).train_dataloader()
+    iterator = iter(loader)
+    next(iterator)
+    again = data(tmp_path / "e", seed=1).train_dataloader()
+    again.load_state_dict(loader.state_dict())
+    assert [b.index.tolist() for b in again] == orders[0][1:]
+
+
+def test_decoded_once(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "own")
+    first = import_folder(folder, 16, tmp_path / "cache")
+    monkeypatch.setattr("datamodules.videos.read_video", None)
+    assert import_folder(folder, 16, tmp_path / "cache") == first
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [first.name]
+
+
+def test_mp4_is_read(tmp_path):
+    imageio = pytest.importorskip("imageio.v3")
+    try:
+        imageio.imwrite(tmp_path / "a.mp4", video(0, size=32), fps=10)
+    except Exception:  # no plug-in that writes it
+        pytest.skip("no MP4 plug-in of imageio")
+    frames = read_video(tmp_path / "a.mp4", 16)
+    assert frames.shape == (12, 16, 16, 3)
+
+
+def test_bad_files_are_named(tmp_path):
+    folder = write_folder(tmp_path / "own")
+    (folder / "1.gif").write_bytes(b"nothing")
+    (folder / "2.gif").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"1\.gif cannot be read.*2\.gif cannot be read"):
+        import_folder(folder, 16, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    (folder / "2.gif").unlink()
+    with pytest.raises(ValueError, match=r"2\.gif \(does not exist\)"):
+        import_folder(folder, 16, tmp_path / "cache")
+    (folder / "captions.csv").unlink()
+    with pytest.raises(FileNotFoundError, match=r"captions\.csv"):
+        import_folder(folder, 16, tmp_path / "cache")
+
+
+def test_videos_shorter_than_a_clip_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"span.*0\.gif \(12\).*lower frames or stride"):
+        data(tmp_path, stride=4)
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(FileNotFoundError, match="neither a folder"):
+        ExpertVideos("nowhere")
+    with pytest.raises(ValueError, match="frames 1 must be at least 2"):
+        ExpertVideos(str(tmp_path), frames=1)
+    with pytest.raises(ValueError, match="2 videos cannot be split"):
+        write_folder(tmp_path / "own", videos=2)
+        ExpertVideos(str(tmp_path / "own"), **DATA).setup()
+
+
+def test_words():
+    assert instruction("button-press-topdown-v3") == "button press topdown"
+    assert word_ids("Move  down!", 3, 64) == [*word_ids("move down", 2, 64), 0]
+    assert 0 not in word_ids("a b c d e f g h", 8, 2)
+
+
+def test_metaworld_experts(tmp_path):
+    pytest.importorskip("metaworld")
+    module = ExpertVideos(
+        tasks=["button-press-topdown-v3"], episodes=1, test_episodes=1, size=16, data_dir=str(tmp_path), processes=1,
+        batch_size=2, max_steps=120, every=16,
+    )  # fmt: skip
+    module.prepare_data()
+    module.setup()
+    batch = next(iter(module.train_dataloader()))
+    assert batch.video.shape == (2, 8, 3, 16, 16)
+    assert batch.action.shape == (2, 28, 4) and batch.action.abs().max() <= 1
+    assert batch.caption == ["button press topdown"] * 2
+    assert (batch.video[:, 1:] - batch.video[:, :-1]).abs().max() > 0.1  # something moves
+    layouts = [np.load(module._collect(module.tasks[0], split))["layout"] for split in ("train", "val", "test")]
+    assert len(np.unique(np.concatenate(layouts), axis=0)) == 3
