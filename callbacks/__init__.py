@@ -1,29 +1,18 @@
 """What accompanies a run and changes no loss. Names are imported when first used."""
 
-from importlib import import_module
+import lazy_loader
 
-_HOME = {
-    "Compile": "compile",
-    "EMA": "ema",
-    "ExpertLoad": "expert_load",
-    "FederatedPictures": "federated_pictures",
-    "GraphEvaluation": "graph_evaluation",
-    "MetricsCsv": "run_folder",
-    "PredictionWriter": "predictions",
-    "Rollouts": "rollouts",
-    "RunFolder": "run_folder",
-    "SpeechSamples": "speech_samples",
-    "SpikingReport": "spiking_report",
+_NAMES = {  # file: names in it
+    "compile": ["Compile"],
+    "ema": ["EMA"],
+    "expert_load": ["ExpertLoad"],
+    "federated_pictures": ["FederatedPictures"],
+    "graph_evaluation": ["GraphEvaluation"],
+    "predictions": ["PredictionWriter"],
+    "rollouts": ["Rollouts"],
+    "run_folder": ["MetricsCsv", "RunFolder"],
+    "speech_samples": ["SpeechSamples"],
+    "spiking_report": ["SpikingReport"],
+    "video_grid": ["VideoGrid"],
 }
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=_NAMES)

@@ -1,28 +1,13 @@
 """The methods, one room each. Names are imported when first used, so one method never loads another's libraries."""
 
-from importlib import import_module
+import lazy_loader
 
-_HOME = {
-    "AnnSnn": "ann_snn",
-    "ImageClassifier": "ann_snn",
-    "FedHPro": "fedhpro",
-    "GraphPFN": "graph_pfn",
-    "FocalPolicy": "focal_policy",
-    "DynVPP": "dyn_vpp",
-    "LatentVideoAutoencoder": "dyn_vpp",
-    "VideoDiffusion": "dyn_vpp",
-    "VideoPolicy": "dyn_vpp",
-    "MoST": "most",
+_NAMES = {  # file: names in it
+    "ann_snn": ["AnnSnn", "ImageClassifier"],
+    "dyn_vpp": ["DynVPP", "LatentVideoAutoencoder", "VideoDiffusion", "VideoPolicy"],
+    "fedhpro": ["FedHPro"],
+    "focal_policy": ["FocalPolicy"],
+    "graph_pfn": ["GraphPFN"],
+    "most": ["MoST"],
 }
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=_NAMES)

@@ -1,33 +1,14 @@
 """Closed-loop ANN-to-SNN fine-tuning: conversion, simulation, losses, and the two LightningModules."""
 
-from importlib import import_module
+import lazy_loader
 
-_HOME = {
-    "AnnSnn": "module",
-    "ImageClassifier": "classifier",
-    "CifarResNet": "networks",
-    "SmallResNet": "networks",
-    "IFNode": "neurons",
-    "SpikingNetwork": "conversion",
-    "convert": "conversion",
-    "prepare": "conversion",
-    "rebuild": "conversion",
-    "simulate": "conversion",
-    "teacher_features": "conversion",
-    "closed_loop_loss": "losses",
-    "layer_weights": "losses",
-    "linear_cka": "losses",
-    "measure_energy": "energy",
+_NAMES = {  # file: names in it
+    "classifier": ["ImageClassifier"],
+    "conversion": ["SpikingNetwork", "convert", "prepare", "rebuild", "simulate", "teacher_features"],
+    "energy": ["measure_energy"],
+    "losses": ["closed_loop_loss", "layer_weights", "linear_cka"],
+    "module": ["AnnSnn"],
+    "networks": ["CifarResNet", "SmallResNet"],
+    "neurons": ["IFNode"],
 }
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=_NAMES)

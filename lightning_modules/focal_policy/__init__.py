@@ -1,22 +1,13 @@
 """FocalPolicy: foresight-aware visuomotor policy by consistency flow matching (arXiv 2605.15944)."""
 
-from importlib import import_module
+import lazy_loader
 
-_HOME = {
-    "ConditionalUnet1d": "network",
-    "FocalPolicy": "module",
-    "PolicyConfig": "policy",
-    "PolicyNetwork": "policy",
-    "RolloutPolicy": "rollout",
-    "consistency_objective": "losses",
-    "flow_times": "sampler",
-    "foresight_composite_objective": "losses",
+_NAMES = {  # file: names in it
+    "losses": ["consistency_objective", "foresight_composite_objective"],
+    "module": ["FocalPolicy"],
+    "network": ["ConditionalUnet1d"],
+    "policy": ["PolicyConfig", "PolicyNetwork"],
+    "rollout": ["RolloutPolicy"],
+    "sampler": ["flow_times"],
 }
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=_NAMES)

@@ -1,13 +1,8 @@
 """GraphPFN: in-context prediction on graphs. Names are imported when first used."""
 
-from importlib import import_module
+import lazy_loader
 
-_HOME = {"GraphPFN": "module"}
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_NAMES = {  # file: names in it
+    "module": ["GraphPFN"],
+}
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=_NAMES)

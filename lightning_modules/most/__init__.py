@@ -1,22 +1,10 @@
 """MoST: a speech-text language model with modality-aware experts (arXiv:2601.10272)."""
 
-from importlib import import_module
+import lazy_loader
 
-_HOME = {
-    "MoST": "module",
-    "make_modality_aware": "moe",
-    "load_language_model": "language_model",
-    "upcycle": "language_model",
+_NAMES = {  # file: names in it
+    "language_model": ["load_language_model", "upcycle"],
+    "module": ["MoST"],
+    "moe": ["make_modality_aware"],
 }
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=_NAMES)
