@@ -127,7 +127,9 @@ def run(options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     folder = RESULTS / options.name
     budget = {k: getattr(options, k) for k in ("train_images", "epochs", "batch_size", "lr", "test_images")}
-    common = {"command": " ".join(sys.argv), "budget": budget}
+    # files by their names: where they lie on this machine means nothing elsewhere
+    command = " ".join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv)
+    common = {"command": command, "budget": budget}
     source = {"network": options.network, "network_args": {"depth": options.depth}, "weights": options.weights}
     data = make_data(options, 0)
     for name, settings in [("ann", None), *OPEN_LOOP.items()]:

@@ -121,7 +121,9 @@ def one_run(options: argparse.Namespace, row: str, lr: float, seed: int) -> dict
         result["diverged"] = str(error)
     result |= {"val": curve.val, "test": curve.test, "cpu_seconds": time.process_time() - start}
     result["budget"] = {k: getattr(options, k) for k in ("rounds", "epochs", "batch_size", "lrs", "sources")}
-    return result | {"command": " ".join(sys.argv)}
+    # files by their names: where they lie on this machine means nothing elsewhere
+    command = " ".join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv)
+    return result | {"command": command}
 
 
 def stored(path: Path, make: Any) -> dict[str, Any]:
