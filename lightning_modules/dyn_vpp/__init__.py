@@ -1,7 +1,8 @@
 """Dyn-VPP: post-training a video diffusion predictor with a verifiable reward on its dynamics (arXiv 2603.19370).
 
-The pure functions live in `sampler`, `rewards`, `objective`, `networks` and `metrics`. Names are imported when first
-used, so that the sampler does not load diffusers.
+The pure functions live in `sampler`, `rewards`, `objective`, `networks`, `video_model` and `metrics`; the three stages
+in `autoencoder`, `diffusion` and `module`. Names are imported when first used, so that the sampler does not load
+diffusers.
 """
 
 from importlib import import_module
@@ -9,7 +10,11 @@ from importlib import import_module
 _HOME = {
     "ActionDecoder": "networks",
     "ActionEncoder": "networks",
+    "DynVPP": "module",
+    "LatentVideoAutoencoder": "autoencoder",
+    "VideoDiffusion": "diffusion",
     "VideoFormer": "networks",
+    "VideoModel": "video_model",
     "context_noise": "sampler",
     "first_step_features": "networks",
     "group_advantages": "objective",

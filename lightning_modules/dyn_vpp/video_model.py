@@ -1,0 +1,242 @@
+"""A video model: autoencoder, text and U-Net together, and its folder in diffusers' format.
+
+    folder/unet/  folder/vae/      as diffusers writes and reads them (config.json, safetensors)
+    folder/text/                   the token table (model.safetensors), where there is one
+    folder/config.json             format version, class, text settings
+
+A published folder of Stable Video Diffusion has `unet/` and `vae/` too, and is read with the text settings that the
+caller gives.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLTemporalDecoder, UNetSpatioTemporalConditionModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lightning_modules.dyn_vpp.networks import (
+    Condition,
+    check_fit,
+    decode,
+    encode,
+    guidance_scales,
+    predict_clean,
+    video_autoencoder,
+    video_unet,
+)
+from lightning_modules.dyn_vpp.sampler import Denoiser
+
+FORMAT = 1  # of save
+
+
+class TokenTable(nn.Module):
+    """Learned vectors for the words of an instruction.
+
+    Args:
+        vocabulary: Numbers of words; 0 is "no word" and stays a vector of zeros.
+        width: Of a vector, the U-Net's `cross_attention_dim`.
+        length: Words at most.
+    """
+
+    def __init__(self, vocabulary: int, width: int, length: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.places = nn.Parameter(torch.zeros(length, width))
+
+    def forward(self, tokens: Tensor, caption: Sequence[str]) -> Tensor:
+        """Numbers of words `[b l]` -> `[b l d]`; `caption` is not looked at."""
+        return (self.words(tokens) + self.places) * (tokens > 0)[..., None]
+
+
+class ClipText(nn.Module):
+    """CLIP's text tower, frozen; its 20 tokens are repeated along the channels (512 -> 1024), as VPP does.
+
+    Args:
+        name: Folder or hub id of a `CLIPTextModelWithProjection`, such as `openai/clip-vit-base-patch32`.
+        length: Tokens, padded.
+    """
+
+    def __init__(self, name: str, length: int) -> None:
+        super().__init__()
+        from transformers import CLIPTextModelWithProjection, CLIPTokenizer
+
+        try:
+            self.tower = CLIPTextModelWithProjection.from_pretrained(name, use_safetensors=True).requires_grad_(False)
+            self.tokenizer = CLIPTokenizer.from_pretrained(name)
+        except OSError as error:
+            raise FileNotFoundError(f"text encoder {name} cannot be loaded: {str(error).splitlines()[0]}") from None
+        self.length = length
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, caption: Sequence[str]) -> Tensor:
+        """Instructions -> `[b l d]`; `tokens` is not looked at, except for its device."""
+        padded = self.tokenizer(
+            list(caption), padding="max_length", max_length=self.length, truncation=True, return_tensors="pt"
+        )
+        hidden = self.tower(**padded.to(tokens.device)).last_hidden_state
+        return torch.cat([hidden, hidden], dim=-1)
+
+
+class VideoModel(nn.Module):
+    """U-Net, frozen autoencoder and text, for videos of a fixed number of frames.
+
+    Args:
+        unet: Arguments of diffusers' `UNetSpatioTemporalConditionModel`; `num_frames` is the length of a video.
+        autoencoder: Arguments of `AutoencoderKLTemporalDecoder`, `scaling_factor` among them.
+        text: `{"vocabulary": n, "length": l}` for a token table, or `{"clip": name, "length": l}`.
+        fps: Frames per second that the U-Net is told.
+        guidance: Largest guidance scale, at the last frame; 1 for none.
+
+    Raises:
+        ValueError: If the parts do not fit.
+    """
+
+    def __init__(
+        self,
+        unet: dict[str, Any],
+        autoencoder: dict[str, Any],
+        text: dict[str, Any],
+        fps: float = 7.0,
+        guidance: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.config: dict[str, Any] = {
+            "unet": unet,
+            "autoencoder": autoencoder,
+            "text": text,
+            "fps": fps,
+            "guidance": guidance,
+        }
+        self.unet: UNetSpatioTemporalConditionModel = video_unet(unet)
+        self.autoencoder: AutoencoderKLTemporalDecoder = video_autoencoder(autoencoder).requires_grad_(False).eval()
+        width = unet["cross_attention_dim"]
+        self.text: nn.Module = (
+            ClipText(text["clip"], text["length"])
+            if "clip" in text
+            else TokenTable(text["vocabulary"], width, text["length"])
+        )
+        check_fit(self.unet, autoencoder["latent_channels"], 1024 if "clip" in text else width)
+
+    @property
+    def frames(self) -> int:
+        """Frames of a video."""
+        return self.config["unet"]["num_frames"]
+
+    def check_video(self, video: Tensor) -> None:
+        """Refuse videos `[b f 3 h w]` of another length.
+
+        Raises:
+            ValueError: Naming both lengths.
+        """
+        if video.shape[1] != self.frames:
+            raise ValueError(
+                f"the clips have {video.shape[1]} frames and the model {self.frames}: set data.frames to {self.frames}"
+            )
+
+    @torch.no_grad()
+    def encode(self, video: Tensor) -> Tensor:
+        """Scaled latents, `[b f 3 h w]` in [-1, 1] -> `[b f c h' w']` float32."""
+        return encode(self.autoencoder, video).float()
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Videos in [0, 1], `[b f c h' w'] -> [b f 3 h w]`."""
+        return (decode(self.autoencoder, latents).float() / 2 + 0.5).clamp(0, 1)
+
+    def condition(self, first: Tensor, tokens: Tensor, caption: Sequence[str], drop: Tensor | None = None) -> Condition:
+        """What videos are generated from.
+
+        Args:
+            first: Scaled latents of the first frame, `[b 1 c h w]`.
+            tokens: `[b l]`.
+            caption: b instructions.
+            drop: bool `[b]`, whose text is zeroed.
+        """
+        text = self.text(tokens, caption)
+        if drop is not None:
+            text = text * (~drop)[:, None, None]
+        ids = torch.tensor([self.config["fps"], 127.0, 0.0], device=first.device).expand(len(first), -1)
+        return Condition(first / self.autoencoder.config.scaling_factor, text, ids)
+
+    def denoiser(
+        self, condition: Condition, rows: int | None = None, unet: nn.Module | None = None, guided: bool = True
+    ) -> Denoiser:
+        """The denoiser of the sampler for some contexts.
+
+        Args:
+            condition: Of the contexts.
+            rows: Most videos in one pass.
+            unet: Another U-Net of the same kind, such as a frozen reference.
+            guided: Whether to use the model's guidance.
+        """
+        w = self.config["guidance"]
+        scales = guidance_scales(self.frames, w) if guided and w != 1 else None
+
+        def denoise(x: Tensor, sigma: Tensor | float) -> Tensor:
+            return predict_clean(unet or self.unet, x, sigma, condition, scales, rows)
+
+        return denoise
+
+    # ------------------------------------------------------------------------------------------------ files
+
+    def parts(self) -> dict[str, Any]:
+        """What `VideoModel(**parts)` builds the same structure from; plain values."""
+        scaling = float(self.autoencoder.config.scaling_factor)
+        return {**self.config, "autoencoder": {**self.config["autoencoder"], "scaling_factor": scaling}}
+
+    def save(self, folder: str | Path) -> None:
+        """Write the folder; see the top of this file."""
+        folder = Path(folder)
+        self.unet.save_pretrained(folder / "unet")
+        self.autoencoder.save_pretrained(folder / "vae")
+        if isinstance(self.text, TokenTable):
+            (folder / "text").mkdir(exist_ok=True)
+            state = {k: v.detach().cpu().contiguous() for k, v in self.text.state_dict().items()}
+            save_file(state, folder / "text" / "model.safetensors")
+        own = {k: self.config[k] for k in ("text", "fps", "guidance")}
+        (folder / "config.json").write_text(
+            json.dumps({"format": FORMAT, "class": "VideoModel", **own}, indent=1) + "\n"
+        )
+
+    @classmethod
+    def load(cls, folder: str | Path, text: dict[str, Any] | None = None) -> "VideoModel":
+        """Read a folder: one of ours, or one with diffusers' `unet/` and `vae/`.
+
+        Args:
+            folder: Where it is.
+            text: Settings for a folder that has none of ours; its token table then starts untrained.
+
+        Raises:
+            FileNotFoundError: If a part is missing.
+            ValueError: If it is newer than this version, or has no text settings and none are given.
+        """
+        folder = Path(folder)
+        if missing := [name for name in ("unet", "vae") if not (folder / name / "config.json").is_file()]:
+            raise FileNotFoundError(f"{folder} has no {missing[0]}/config.json: it is no folder of a video model")
+        own: dict[str, Any] = {}
+        if (folder / "config.json").is_file():
+            own = json.loads((folder / "config.json").read_text())
+            if own.pop("format", 0) > FORMAT:
+                raise ValueError(f"{folder} was written by a newer version: upgrade fulgurite")
+            own.pop("class", None)
+        elif text is None:
+            raise ValueError(f"{folder} does not say how text is read: set text_encoder")
+        else:
+            own = {"text": text}
+        unet = UNetSpatioTemporalConditionModel.from_pretrained(folder / "unet", use_safetensors=True)
+        autoencoder = AutoencoderKLTemporalDecoder.from_pretrained(folder / "vae", use_safetensors=True)
+        model = cls(unet=plain(unet.config), autoencoder=plain(autoencoder.config), **own)
+        model.unet.load_state_dict(unet.state_dict())
+        model.autoencoder.load_state_dict(autoencoder.state_dict())
+        if (path := folder / "text" / "model.safetensors").is_file():
+            model.text.load_state_dict(load_file(path))
+        return model
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """Arguments of a diffusers class from its `config`: no private entries, lists for tuples."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dict(config).items() if not k.startswith("_")}

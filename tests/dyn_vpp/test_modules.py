@@ -1,0 +1,274 @@
+"""The three stages at toy size."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from diffusers import AutoencoderKLTemporalDecoder, UNetSpatioTemporalConditionModel
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import cli
+from callbacks.video_grid import VideoGrid
+from datamodules.videos import ExpertVideos
+from lightning_modules import DynVPP, LatentVideoAutoencoder, VideoDiffusion
+from lightning_modules.dyn_vpp.diffusion import read_model
+from lightning_modules.dyn_vpp.networks import SVD_AUTOENCODER, SVD_UNET
+from lightning_modules.dyn_vpp.video_model import VideoModel
+from tests.dyn_vpp.toys import AUTOENCODER, DATA, UNET, write_folder
+from tests.helpers import run as run_command
+from tests.helpers import weights
+
+SAMPLER = {"steps": 3, "sigma_min": 0.05, "sigma_max": 5.0}
+TEXT = {"vocabulary": 64, "tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("videos")
+    write_folder(folder / "own")
+    return folder
+
+
+def data(home, **options) -> ExpertVideos:
+    return ExpertVideos(str(home / "own"), data_dir=str(home / "data"), **{**DATA, **options})
+
+
+def trainer(folder, **options) -> Trainer:
+    defaults = {"max_steps": 2, "limit_val_batches": 1, "limit_test_batches": 1, "limit_predict_batches": 1}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    return Trainer(default_root_dir=folder, accelerator="cpu", **{**defaults, **quiet, **options})
+
+
+@pytest.fixture(scope="module")
+def autoencoder(home):
+    module = LatentVideoAutoencoder(AUTOENCODER)
+    run = trainer(home / "autoencoder", val_check_interval=2, check_val_every_n_epoch=None)
+    run.fit(module, data(home))
+    run.save_checkpoint(home / "autoencoder.ckpt")
+    return home / "autoencoder.ckpt"
+
+
+@pytest.fixture(scope="module")
+def base(home, autoencoder):
+    module = VideoDiffusion(UNET, str(autoencoder), eval_group=2, **SAMPLER, **TEXT)
+    run = trainer(home / "base")
+    run.fit(module, data(home))
+    run.save_checkpoint(home / "base.ckpt")
+    return home / "base.ckpt"
+
+
+def post(base, **options) -> DynVPP:
+    options = {"group": 4, "eval_group": 2, **SAMPLER, **options}
+    return DynVPP(str(base), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), **options)
+
+
+# ---------------------------------------------------------------------------------------------- stage 1
+
+
+def test_the_scaling_factor_makes_unit_variance(home, autoencoder):
+    module = LatentVideoAutoencoder.load_from_checkpoint(autoencoder)
+    loaded = data(home)
+    loaded.prepare_data()
+    loaded.setup()
+    batch = next(iter(loaded.val_dataloader()))
+    with torch.no_grad():
+        assert module(batch.video).std(correction=0).item() == pytest.approx(1, rel=1e-3)
+    folder = home / "saved"
+    module.save_pretrained(folder)
+    again = LatentVideoAutoencoder.from_pretrained(folder)
+    with torch.no_grad():
+        assert torch.equal(again(batch.video), module(batch.video))
+    assert AutoencoderKLTemporalDecoder.from_pretrained(folder / "vae").config.scaling_factor != 1
+
+
+def test_autoencoder_tests_and_predicts(home, autoencoder):
+    run = trainer(home / "test_autoencoder")
+    module = LatentVideoAutoencoder.load_from_checkpoint(autoencoder)
+    (metrics,) = run.test(module, data(home), verbose=False)
+    assert set(metrics) == {"test/loss", "test/l1", "test/psnr", "test/ssim"}
+    (rows,) = run.predict(module, data(home))
+    assert rows["psnr"].shape == (len(rows["index"]), 4)
+
+
+# ---------------------------------------------------------------------------------------------- stage 2
+
+
+def test_base_validates_tests_and_predicts(home, base):
+    run = trainer(home / "test_base")
+    module = VideoDiffusion.load_from_checkpoint(base)
+    (metrics,) = run.test(module, data(home), verbose=False)
+    names = {k.removeprefix("test/") for k in metrics}
+    assert {"loss", "reward", "reward_ode", "copy_reward", "diversity", "sharpness", "psnr", "flow_error"} <= names
+    assert all(math.isfinite(v) for v in metrics.values())
+    per_frame = [metrics[f"test/cosine_frame_{k}"] - metrics[f"test/l1_frame_{k}"] for k in (1, 2, 3)]
+    assert metrics["test/reward"] == pytest.approx(sum(per_frame) / 3, abs=1e-5)
+    (rows,) = run.predict(module, data(home))
+    assert rows["reward"].shape == rows["copy_reward"].shape == (len(rows["index"]), 4)
+    assert torch.allclose(rows["copy_reward"][:, 0], torch.ones(len(rows["index"])))
+
+
+def test_the_autoencoder_is_not_trained(autoencoder, base):
+    first = {k.removeprefix("autoencoder."): v for k, v in weights(autoencoder).items()}
+    kept = {k.removeprefix("model.autoencoder."): v for k, v in weights(base).items() if "autoencoder" in k}
+    assert first.keys() == kept.keys()
+    assert all(torch.equal(v, kept[k]) for k, v in first.items())
+
+
+def test_folder_is_diffusers_own_and_predicts_the_same(home, base):
+    module = VideoDiffusion.load_from_checkpoint(base).eval()
+    module.save_pretrained(home / "folder")
+    again = VideoDiffusion.from_pretrained(home / "folder", **SAMPLER)
+    image, tokens = torch.rand(2, 3, 16, 16) * 2 - 1, torch.tensor([[3, 4, 0, 0], [5, 0, 0, 0]])
+    video = module(image, tokens)
+    assert video.shape == (2, 4, 3, 16, 16) and video.min() >= 0 and video.max() <= 1
+    assert torch.equal(again(image, tokens), video)
+    assert not torch.equal(module(image, tokens.flip(0)), video)  # text matters
+    unet = UNetSpatioTemporalConditionModel.from_pretrained(home / "folder" / "unet")
+    assert all(torch.equal(a, b) for a, b in zip(unet.parameters(), module.model.unet.parameters(), strict=True))
+    assert not list((home / "folder").rglob("*.bin"))
+    config = home / "folder" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "format": 99}))
+    with pytest.raises(ValueError, match="newer version"):
+        VideoDiffusion.from_pretrained(home / "folder")
+
+
+def test_latents_are_those_of_the_encoder_and_kept(home, base):
+    module = VideoDiffusion.load_from_checkpoint(base)
+    loaded = data(home)
+    loaded.prepare_data()
+    loaded.setup()
+    batch = next(iter(loaded.train_dataloader()))
+    first = module.latents(batch)
+    assert torch.allclose(first, module.model.encode(batch.video), atol=1e-5)
+    assert torch.equal(module.latents(batch._replace(video=torch.zeros_like(batch.video))), first)
+
+
+# ---------------------------------------------------------------------------------------------- stage 3
+
+
+def test_post_training_moves_the_unet_alone(home, base):
+    module = post(base, anchor_weight=0.5, inner_epochs=2)
+    logged = {}
+    run = trainer(home / "post", callbacks=[VideoGrid(2)], max_steps=4, val_check_interval=1)
+    module.log_dict = lambda values, **_: logged.update(values)  # what is watched, at the last step
+    run.fit(module, data(home))
+    assert run.global_step == 4  # two rollouts
+    assert (home / "post" / "plots" / "videos_val.png").stat().st_size > 1000
+    before, after = weights(base), module.state_dict()
+    moved = {k for k in before if not torch.equal(before[k], after[k])}
+    assert moved and all(k.startswith("model.unet.") for k in moved)
+    run.save_checkpoint(home / "post.ckpt")
+    assert read_model(home / "post.ckpt").frames == 4
+    assert logged.keys() >= {f"train/{k}" for k in ("reward", "copy_reward", "ratio", "anchor", "gradient_norm")}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ratio_is_one_before_the_update_and_micro_batches_change_nothing(home, base, shared):
+    moves, watched = [], []
+    for size in (None, 1):
+        module = post(base, micro_batch=size, shared_noise=shared, rescale=True, anchor_weight=0.1)
+        logged: dict = {}
+        run = trainer(home / f"micro_{shared}_{size}", max_steps=1, limit_val_batches=0)
+        module.log_dict = lambda values, logged=logged, **_: logged.update(values)
+        run.fit(module, data(home))
+        assert logged["train/ratio"].item() == pytest.approx(1, abs=1e-6)
+        assert logged["train/ratio_error"].item() < 1e-5
+        before = weights(base)
+        moves.append(torch.cat([(v.double() - before[k].double()).flatten() for k, v in module.state_dict().items()]))
+        watched.append(logged)
+    for name in ("anchor", "gradient_norm"):
+        assert watched[0][f"train/{name}"].item() == pytest.approx(watched[1][f"train/{name}"].item(), rel=1e-3), name
+    assert moves[0].norm() > 1e-3
+    assert (moves[0] - moves[1]).norm() < 0.01 * moves[0].norm()
+
+
+@pytest.mark.long
+def test_a_step_towards_the_reward_raises_it(home, base):
+    """With many small steps on the same clips and the same noise, the mean reward of the group rises."""
+    module = post(base, group=16, scale="none", rescale=True)
+    module.optimizer = lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-12)
+    rewards = []
+    module.log_dict = lambda values, **_: rewards.append(values.get("train/reward"))
+    run = trainer(home / "rise", max_steps=30, limit_train_batches=1, max_epochs=-1, limit_val_batches=0)
+    run.fit(module, data(home))
+    values = [r.item() for r in rewards if r is not None]
+    assert len(values) == 30
+    assert sum(values[-5:]) > sum(values[:5]) + 5 * 0.005
+
+
+def test_reference_is_neither_trained_nor_saved(home, base):
+    module = post(base, drift_weight=1.0, kl_weight=0.1, inner_epochs=2)
+    logged: dict = {}
+    module.log_dict = lambda values, **_: logged.update(values)
+    trainer(home / "reference", max_steps=2, limit_val_batches=0).fit(module, data(home))
+    before = weights(base)
+    assert set(module.state_dict()) == set(before)
+    kept = module._reference[0].state_dict()
+    assert all(torch.equal(before[f"model.unet.{k}"], v) for k, v in kept.items())
+    assert logged["train/drift"] > 0  # in the second pass over the rollout
+
+
+def test_resumed_equals_uninterrupted(home, base):
+    whole = post(base)
+    keep = ModelCheckpoint(home / "kept", filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer(home / "whole", max_steps=4, limit_val_batches=0, callbacks=[keep]).fit(whole, data(home))
+    resumed = post(base)
+    run = trainer(home / "resumed", max_steps=4, limit_val_batches=0)
+    run.fit(resumed, data(home), ckpt_path=home / "kept" / "step=3.ckpt", weights_only=True)  # inside an epoch
+    assert all(torch.equal(v, resumed.state_dict()[k]) for k, v in whole.state_dict().items())
+
+
+@pytest.mark.long
+def test_the_command_line_runs_all_stages(home, tmp_path):
+    source = ["--data.source", str(home / "own"), "--data.data_dir", str(home / "data")]
+    source += [x for k, v in DATA.items() for x in (f"--data.{k}", str(v))]
+    short = ["--trainer.max_steps", "1", "--trainer.val_check_interval", "1", "--trainer.limit_val_batches", "1"]
+    short += ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
+    small = ["--model.autoencoder", json.dumps(AUTOENCODER)]
+    first = run_command(["fit", "-c", "dyn_vpp/metaworld_autoencoder", *source[:-4], *small, *short], tmp_path / "1")
+    words = ["--model.vocabulary", "64", "--model.tokens", "4", "--model.unet", json.dumps(UNET)]
+    latents = ["--model.autoencoder", str(first / "checkpoints" / "best.ckpt")]
+    second = run_command(["fit", "-c", "dyn_vpp/metaworld_base", *source, *words, *latents, *short], tmp_path / "2")
+    start = ["--model.init_from", str(second / "checkpoints" / "last.ckpt"), "--model.group", "2"]
+    third = run_command(["fit", "-c", "dyn_vpp/metaworld", *source, *start, *short], tmp_path / "3")
+    assert (third / "plots" / "videos_val.png").is_file()
+    last = str(third / "checkpoints" / "last.ckpt")
+    once = ["--trainer.limit_test_batches", "1", "--trainer.enable_progress_bar", "false"]
+    cli.main(["test", "-c", str(third / "config.yaml"), "--ckpt_path", last, *once])
+    assert "test/reward" in json.loads((third / "test_metrics.json").read_text())
+    cli.main(
+        ["predict", "-c", str(third / "config.yaml"), "--ckpt_path", last, "--trainer.enable_progress_bar", "false"]
+    )
+    assert "reward_3" in (third / "predictions.csv").read_text().splitlines()[0]
+    for folder in (first, second):
+        shutil.rmtree(folder)
+    assert DynVPP.load_from_checkpoint(last).model.frames == 4  # the file is enough
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def test_refusals(home, base, autoencoder):
+    with pytest.raises(ValueError, match=r"name its checkpoint or folder with --model\.init_from"):
+        trainer(home / "no").fit(DynVPP(**SAMPLER), data(home))
+    with pytest.raises(ValueError, match="group 1 has nothing to compare with"):
+        post(base, group=1)
+    with pytest.raises(ValueError, match="the last step ends at sigma 0"):
+        post(base, stochastic=[2])
+    with pytest.raises(ValueError, match="init_from brings its own autoencoder"):
+        VideoDiffusion(autoencoder=str(autoencoder), init_from=str(base))
+    with pytest.raises(ValueError, match="is no checkpoint of VideoDiffusion or DynVPP"):
+        read_model(autoencoder)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        read_model("nowhere")
+    with pytest.raises(ValueError, match=r"the clips have 3 frames and the model 4: set data\.frames to 4"):
+        trainer(home / "no").fit(post(base), data(home, frames=3))
+
+
+def test_paper_sizes_build_without_memory():
+    with torch.device("meta"):
+        model = VideoModel(SVD_UNET, SVD_AUTOENCODER, {"vocabulary": 8, "length": 20}, guidance=7.5)
+    assert sum(p.numel() for p in model.unet.parameters()) == 1_524_623_082
