@@ -127,7 +127,7 @@ def test_advantage_errors():
 
 
 @given(
-    r=st.floats(0.3, 3),
+    r=st.floats(0.3, 3).filter(lambda r: min(abs(r - 0.8), abs(r - 1.2)) > 1e-6),  # a kink has no gradient
     a=st.floats(-3, 3).filter(lambda a: abs(a) > 1e-3),
 )
 @settings(max_examples=60, deadline=None)
