@@ -157,7 +157,9 @@ def front_door() -> type:
             if not config.get("ckpt_path"):
                 return
             if config.ckpt_path in ("best", "last", "hpc"):  # these look in the folder of this run, which is new
-                raise ValueError(f"ckpt_path {config.ckpt_path!r}: name the file, RUN/checkpoints/{config.ckpt_path}.ckpt")
+                raise ValueError(
+                    f"ckpt_path {config.ckpt_path!r}: name the file, RUN/checkpoints/{config.ckpt_path}.ckpt"
+                )
             path = Path(config.ckpt_path)
             self.checkpoint = read_checkpoint(path, ["hyper_parameters", "callbacks", "pytorch-lightning_version"])
             if path.is_dir() and not shards(config.trainer.strategy):
@@ -192,6 +194,10 @@ def front_door() -> type:
             config.trainer.default_root_dir = str(run)
 
         def after_instantiate_classes(self) -> None:
+            # Lightning would tell the trainer only after `configure_model`, which wants to know whether what it builds
+            # will be overwritten
+            run = self.config_init[self.subcommand]
+            self.trainer.ckpt_path, run["ckpt_path"] = run.get("ckpt_path"), None
             for callback in self.trainer.callbacks:
                 if isinstance(callback, RunFolder):
                     callback.config = self.to_save

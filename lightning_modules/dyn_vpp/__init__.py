@@ -5,36 +5,16 @@ in `autoencoder`, `diffusion` and `module`. Names are imported when first used, 
 diffusers.
 """
 
-from importlib import import_module
+import lazy_loader
 
-_HOME = {
-    "ActionDecoder": "networks",
-    "ActionEncoder": "networks",
-    "DynVPP": "module",
-    "LatentVideoAutoencoder": "autoencoder",
-    "VideoDiffusion": "diffusion",
-    "VideoFormer": "networks",
-    "VideoModel": "video_model",
-    "context_noise": "sampler",
-    "first_step_features": "networks",
-    "group_advantages": "objective",
-    "hybrid_schedule": "sampler",
-    "karras_sigmas": "sampler",
-    "latent_reward": "rewards",
-    "micro_batches": "objective",
-    "policy_loss": "objective",
-    "predict_clean": "networks",
-    "rollout": "sampler",
+_NAMES = {  # file: names in it
+    "autoencoder": ["LatentVideoAutoencoder"],
+    "diffusion": ["VideoDiffusion"],
+    "module": ["DynVPP"],
+    "networks": ["ActionDecoder", "ActionEncoder", "VideoFormer", "first_step_features", "predict_clean"],
+    "objective": ["group_advantages", "micro_batches", "policy_loss"],
+    "rewards": ["latent_reward"],
+    "sampler": ["context_noise", "hybrid_schedule", "karras_sigmas", "rollout"],
+    "video_model": ["VideoModel"],
 }
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=_NAMES)

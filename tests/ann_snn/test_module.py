@@ -6,6 +6,8 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
+import callbacks
+import datamodules
 import lightning_modules
 from datamodules import ImageClassification
 from lightning_modules import AnnSnn, ImageClassifier
@@ -188,6 +190,8 @@ def test_weights_of_a_lightning_checkpoint_and_a_state_dict(tmp_path):
 
 def test_names_are_lazy():
     assert set(lightning_modules.__all__) <= set(dir(lightning_modules))
+    for package in (lightning_modules, datamodules, callbacks):
+        assert all(isinstance(getattr(package, name), type) for name in package.__all__)  # each name exists
     assert lightning_modules.ImageClassifier is ImageClassifier
     with pytest.raises(AttributeError, match="attribute Nothing"):
         _ = lightning_modules.Nothing

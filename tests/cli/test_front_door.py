@@ -123,3 +123,23 @@ def test_predict_labels_a_folder_of_images(tmp_path):
         rows = list(csv.DictReader(file))
     assert [Path(row["name"]).name for row in rows] == ["a.png", "b.png", "c.png"]
     assert all(0 <= int(row["class"]) < 10 for row in rows)
+
+
+def test_a_run_needs_its_source_no_more(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from lightning_modules.ann_snn.source import SHIPPED
+
+    source = tmp_path / "source.safetensors"
+    save_file(load_file(SHIPPED / "digits.safetensors"), source)
+    args = ["fit", "-c", "ann_snn/digits", *QUICK, "--model.weights", str(source), "--model.test_time_steps", "[]"]
+    folder = run([*args, "--trainer.limit_val_batches", "1"], tmp_path)
+    source.unlink()
+    config, last = str(folder / "config.yaml"), folder / "checkpoints" / "last.ckpt"
+    before = weights(last)
+    cli.main(["test", "-c", config, "--ckpt_path", str(last), "--trainer.enable_progress_bar", "false"])
+    assert json.loads((folder / "test_metrics.json").read_text())["test/ann_accuracy"] > 0.95
+    run(["fit", "-c", config, "--ckpt_path", str(last), "--trainer.max_epochs", "2"], tmp_path)
+    after = weights(last)
+    assert before.keys() == after.keys()
+    assert torch.equal(before["layer_weights"], after["layer_weights"])
