@@ -16,7 +16,7 @@ from lightning_modules.ann_snn.conversion import SpikingNetwork, convert, simula
 from lightning_modules.ann_snn.energy import measure_energy
 from lightning_modules.ann_snn.losses import cka_from_hsic, hsic
 from lightning_modules.ann_snn.module import AnnSnn
-from lightning_modules.distributed import gather_batch
+from lightning_modules.distributed import gather_batch, read_checkpoint
 
 ANN, CLOSED = "ANN", "closed loop"
 OPEN_LOOP = {  # the training-free conversions that the closed loop is compared with
@@ -39,6 +39,8 @@ class SpikingReport(Callback):
         time_steps: T at which accuracy is counted; the largest bounds the cost.
         noise: standard deviations of the noise, in units of the pixel range; empty leaves the curve out.
         chunk: steps simulated at once; memory grows with it.
+        others: checkpoints of `AnnSnn` that were trained at other T; each is a row more in the table, which then is the
+            matrix of training T by test T.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class SpikingReport(Callback):
         time_steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64),
         noise: tuple[float, ...] = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2),
         chunk: int = 16,
+        others: list[str] | None = None,
     ) -> None:
         if not time_steps or min(time_steps) < 1:
             raise ValueError(f"time_steps {time_steps} must be at least 1")
         self.time_steps, self.noise, self.chunk = sorted(time_steps), list(noise), chunk
+        self.others = others or []
         self.networks: dict[str, nn.Module] = {}
         self.sums: dict[str, Tensor] = {}  # summed over images, to be reduced over ranks
         self.terms: dict[str, Tensor] = {}  # HSIC of global batches, the same on every rank
@@ -70,6 +74,13 @@ class SpikingReport(Callback):
             n = module.hparams["calibration_batches"] if name == "start" else None
             images = (batch[0].to(module.device) for batch in islice(data.calibration_dataloader(), n))
             self.networks[name] = convert(source, images, warn=False, **options)
+        for path in self.others:
+            other = load_student(path)
+            if other.input_shape != module.input_shape:
+                raise ValueError(f"{path} is for images {other.input_shape}, not {module.input_shape}")
+            name = f"{CLOSED}, trained at T = {', '.join(map(str, other.time_steps))}"
+            name += f" ({path})" if name in self.networks else ""
+            self.networks[name] = other.student.to(module.device)
         self.networks[CLOSED] = module.student
         self.sums, self.terms = {}, {}
 
@@ -206,6 +217,19 @@ class SpikingReport(Callback):
         figures |= {f"test/energy_nj/{k}": report["energy_nj"][k] for k in ("ann", "closed_loop")}
         pl_module.log_dict({k: torch.tensor(v) for k, v in figures.items()}, sync_dist=True)
         self.show(trainer, report, "test")
+
+
+def load_student(path: str) -> Any:
+    """The `AnnSnn` of a checkpoint, in evaluation mode.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is not a checkpoint of `AnnSnn`.
+    """
+    stored = read_checkpoint(Path(path))
+    if "input_shape" not in stored or "time_steps" not in stored.get("hyper_parameters", {}):
+        raise ValueError(f"{path} is not a checkpoint of AnnSnn")
+    return AnnSnn.load_from_checkpoint(path, map_location="cpu", weights_only=True, weights=None).eval()
 
 
 def _whole(x: Tensor) -> Tensor:

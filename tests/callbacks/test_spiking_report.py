@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from callbacks import SpikingReport
+from callbacks.spiking_report import load_student
 from datamodules import ImageClassification
 from lightning_modules import AnnSnn
 from lightning_modules.ann_snn.conversion import convert, simulate, teacher_features
@@ -71,3 +72,32 @@ def test_every_figure(tmp_path):
     assert found["noise"]["sigma"] == [0.0, 0.3]
     assert found["noise"]["ann"] == pytest.approx([ann, right(module.teacher(noisy))])
     assert found["noise"]["closed_loop"] == pytest.approx([right(module(z, 4)) for z in (x, noisy)])
+
+
+@torch.no_grad()
+def test_the_matrix_of_training_and_test_time_steps(tmp_path):
+    """A network trained at another T is a row of its own; what is no such network is refused."""
+    data = ImageClassification(batch_size=60)
+    data.setup()
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    modules = {}
+    for t, percentile in ((2, 90.0), (3, 99.0)):
+        modules[t] = AnnSnn(conversion="channel", percentile=percentile, half_threshold=True, time_steps=t)
+        modules[t].convert_with([next(iter(data.calibration_dataloader()))])
+    saver = Trainer(default_root_dir=tmp_path, **options)
+    saver.strategy.connect(modules[2])
+    saver.save_checkpoint(tmp_path / "t2.ckpt")
+
+    report = SpikingReport(time_steps=(1, 2, 3), noise=(), others=[str(tmp_path / "t2.ckpt")])
+    trainer = Trainer(default_root_dir=tmp_path, limit_test_batches=1, callbacks=[report], **options)
+    trainer.test(modules[3], datamodule=data, verbose=False)
+    accuracy = json.loads((tmp_path / "report_test.json").read_text())["accuracy"]
+    batch = next(iter(data.test_dataloader()))
+    for t, name in ((2, "closed loop, trained at T = 2"), (3, "closed loop")):
+        right = [(modules[t](batch.image, k).argmax(1) == batch.label).float().mean().item() for k in (1, 2, 3)]
+        assert accuracy[name] == pytest.approx(right)
+
+    torch.save({"state_dict": {}}, tmp_path / "foreign.ckpt")
+    for name, message in (("foreign.ckpt", "is not a checkpoint of AnnSnn"), ("none.ckpt", "does not exist")):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            load_student(str(tmp_path / name))
