@@ -3,10 +3,12 @@
 import csv
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +43,12 @@ class Clips(NamedTuple):
     caption: list[str]
     action: Tensor
     index: Tensor
+
+    @property
+    def observation(self) -> dict[str, Tensor]:
+        """What a policy sees at the first frame: `image` uint8 `[b 1 h w 3]` and `tokens` `[b l]`."""
+        image = ((self.video[:, :1] + 1) * 127.5).round().byte().permute(0, 1, 3, 4, 2)
+        return {"image": image, "tokens": self.tokens}
 
 
 class Episodes(NamedTuple):
@@ -140,6 +148,34 @@ class ClipSet(Dataset):
             action=torch.from_numpy(self.episodes.action[between]),
             index=torch.from_numpy(draw.items + self.first),
         )
+
+
+class InstructedSimulators(metaworld.Simulators):
+    """Simulators of a task whose observations hold the instruction too, as `tokens` int64 `(n, l)`.
+
+    Args:
+        task: Name of the task.
+        spec: What is observed.
+        words: The instruction, l numbers.
+        processes: How many; None takes all cores.
+    """
+
+    def __init__(self, task: str, spec: metaworld.Observation, words: list[int], processes: int | None) -> None:
+        super().__init__(task, spec, 1, processes)
+        self.words = np.array(words)
+
+    def _told(self, step: metaworld.Step) -> metaworld.Step:
+        tokens = np.tile(self.words, (len(step.solved), 1))
+        return step._replace(observation={**step.observation, "tokens": tokens})
+
+    def reset(self, seeds: Sequence[int]) -> tuple[metaworld.Step, np.ndarray]:
+        """See `metaworld.Simulators.reset`."""
+        step, layouts = super().reset(seeds)
+        return self._told(step), layouts
+
+    def step(self, actions: np.ndarray, picture: int = 0, every: int = 2) -> metaworld.Step:
+        """See `metaworld.Simulators.step`."""
+        return self._told(super().step(actions, picture, every))
 
 
 # ------------------------------------------------------------------------------------------------ own folder
@@ -254,6 +290,7 @@ class ExpertVideos(LightningDataModule):
         frames: Frames of a clip.
         stride: Recorded frames from one frame of a clip to the next; Meta-World records 80 a second.
         every: Recorded frames between the starts of two clips.
+        eval_every: The same for validation and test; `every` if none.
         size: Side of the pictures in pixels.
         max_steps: Meta-World: steps of an episode at most.
         tail: Meta-World: steps that an episode goes on after its first success.
@@ -282,6 +319,7 @@ class ExpertVideos(LightningDataModule):
         frames: int = 8,
         stride: int = 4,
         every: int = 4,
+        eval_every: int | None = None,
         size: int = 64,
         max_steps: int = metaworld.MAX_STEPS,
         tail: int = 30,
@@ -297,7 +335,13 @@ class ExpertVideos(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        for name, value, least in (("frames", frames, 2), ("stride", stride, 1), ("every", every, 1)):
+        least_of = {
+            "frames": (frames, 2),
+            "stride": (stride, 1),
+            "every": (every, 1),
+            "eval_every": (eval_every or 1, 1),
+        }
+        for name, (value, least) in least_of.items():
             if value < least:
                 raise ValueError(f"{name} {value} must be at least {least}")
         for name, part in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
@@ -312,6 +356,7 @@ class ExpertVideos(LightningDataModule):
         self.source, self.tasks = source, tasks or []
         self.episodes, self.test_episodes = episodes, test_episodes
         self.frames, self.stride, self.every, self.size = frames, stride, every, size
+        self.eval_every = eval_every or every
         self.max_steps, self.tail, self.tokens, self.vocabulary = max_steps, tail, tokens, vocabulary
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
@@ -382,14 +427,51 @@ class ExpertVideos(LightningDataModule):
         first = 0
         for split, (episodes, chosen) in sources.items():
             _check_lengths(episodes, (self.frames - 1) * self.stride + 1)
+            every = self.every if split == "train" else self.eval_every
             self._sets[split] = ClipSet(
-                episodes, chosen, self.frames, self.stride, self.every, self.tokens, self.vocabulary, first
+                episodes, chosen, self.frames, self.stride, every, self.tokens, self.vocabulary, first
             )
             first += len(self._sets[split])
 
     def clips(self, split: str) -> ClipSet:
         """The clips of the `train`, `val` or `test` episodes."""
         return self._sets[split]
+
+    # -------------------------------------------------------------------------------------------- for policies
+
+    @property
+    def action_dim(self) -> int:
+        """Numbers of an action; 0 where only pictures are known."""
+        return self._sets["train"].episodes.action.shape[1]
+
+    def actions(self) -> Tensor:
+        """All actions of the training episodes, float32 `[n a]`."""
+        return torch.from_numpy(self._sets["train"].episodes.action)
+
+    def simulators(self, task: str) -> InstructedSimulators:
+        """Simulators of a task that show what the clips show, and the instruction. The caller closes them.
+
+        Raises:
+            ValueError: If the clips come from no simulator.
+        """
+        if self.source != "metaworld":
+            raise ValueError(f"{self.source} has no simulator: remove callbacks.Rollouts")
+        ranks_here = self.trainer.num_devices if self.trainer is not None else 1
+        processes = self.processes or max(1, (os.cpu_count() or 1) // ranks_here)
+        words = word_ids(instruction(task), self.tokens, self.vocabulary)
+        spec = metaworld.Observation(state="none", image=self.size)
+        return InstructedSimulators(task, spec, words, processes)
+
+    def episode_seeds(self, task: str, stage: str, count: int) -> list[int]:
+        """Seeds of the layouts of evaluation episodes; those of "val", "test" and of the clips differ."""
+        return [metaworld.episode_seed(task, self.seed, i, stage) for i in range(count)]
+
+    def layouts(self, task: str) -> np.ndarray:
+        """Layouts of the training episodes of a task, `(episodes, k)` in metres."""
+        with np.load(self._collect(task, "train"), allow_pickle=False) as file:
+            return file["layout"]
+
+    # ---------------------------------------------------------------------------------------------- loaders
 
     def _loader(self, split: str) -> Loader:
         train = split == "train"

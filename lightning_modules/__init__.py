@@ -4,7 +4,7 @@ import lazy_loader
 
 _NAMES = {  # file: names in it
     "ann_snn": ["AnnSnn", "ImageClassifier"],
-    "dyn_vpp": ["DynVPP", "LatentVideoAutoencoder", "VideoDiffusion"],
+    "dyn_vpp": ["DynVPP", "LatentVideoAutoencoder", "VideoDiffusion", "VideoPolicy"],
     "fedhpro": ["FedHPro"],
     "focal_policy": ["FocalPolicy"],
     "graph_pfn": ["GraphPFN"],

@@ -165,19 +165,21 @@ def read_autoencoder(source: str | Path) -> tuple[dict[str, Any], dict[str, Tens
     """Arguments and weights of an autoencoder.
 
     Args:
-        source: A checkpoint of `LatentVideoAutoencoder`, or a folder with diffusers' `vae/`.
+        source: A checkpoint of `LatentVideoAutoencoder`, a folder with diffusers' `vae/`, or a name of
+            `video_model.located`.
 
     Raises:
         FileNotFoundError: If there is neither.
         ValueError: If the checkpoint is of another class.
     """
-    from .video_model import plain
+    from .video_model import located, plain
 
-    path = Path(source)
+    path = located(source)
     if path.is_dir() and not (path / ".metadata").is_file():
         if not (path / "vae" / "config.json").is_file():
             raise FileNotFoundError(f"{path} has no vae/config.json: it holds no autoencoder")
-        network = AutoencoderKLTemporalDecoder.from_pretrained(path / "vae", use_safetensors=True)
+        reading = {"use_safetensors": True, "torch_dtype": torch.float32}
+        network = AutoencoderKLTemporalDecoder.from_pretrained(path / "vae", **reading)
         return plain(network.config), network.state_dict()
     checkpoint = read_checkpoint(path)
     if "autoencoder" not in checkpoint:

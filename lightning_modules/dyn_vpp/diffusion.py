@@ -14,12 +14,13 @@ from torch import Tensor
 from lightning_modules.distributed import read_checkpoint, shard
 
 from .autoencoder import read_autoencoder
+from .lora import merge
 from .metrics import flow_error, group_diversity, high_frequency_energy, psnr, ssim
 from .networks import SMALL_AUTOENCODER, SMALL_UNET, Condition
 from .objective import denoising_loss
 from .rewards import cosine_reward, l1_reward, latent_reward
 from .sampler import context_noise, hybrid_schedule, karras_sigmas, rollout
-from .video_model import ClipText, VideoModel
+from .video_model import ClipText, VideoModel, located
 
 # What random numbers are for: with the seed, the epoch and the clip's number they make the key.
 TRAINING, EVALUATION, ROLLOUT = range(3)
@@ -47,8 +48,8 @@ class VideoDiffusion(LightningModule):
 
     Args:
         unet: Arguments of diffusers' class; those left out are `networks.SMALL_UNET`'s. `num_frames` is the clip's.
-        autoencoder: A checkpoint of `LatentVideoAutoencoder`, or a folder with diffusers' `vae/`. If none, an
-            untrained one (to try things out).
+        autoencoder: A checkpoint of `LatentVideoAutoencoder`, a folder with diffusers' `vae/`, or "metaworld" for
+            the one that comes with the package. If none, an untrained one (to try things out).
         text_encoder: Folder or hub id of a CLIP text model; if none, a table of words is learned.
         vocabulary: Its size; the data's.
         tokens: Words (or CLIP tokens, 20 in VPP) of an instruction; the data's for words.
@@ -66,8 +67,9 @@ class VideoDiffusion(LightningModule):
         eval_group: Samples of a clip in validation and test.
         optimizer: By default AdamW, learning rate 1e-4, no weight decay.
         lr_scheduler: Stepped once per optimiser step; none by default.
-        init_from: A folder of `save_pretrained`, a folder with diffusers' `unet/` and `vae/` such as Stable Video
-            Diffusion, or a checkpoint of this class, to start from; it brings its own autoencoder.
+        init_from: What to start from: a folder of `save_pretrained`, a folder with diffusers' `unet/` and `vae/` such
+            as Stable Video Diffusion, a checkpoint of this class, or "metaworld" for the base that comes with the
+            package. It brings its own autoencoder.
         seed: Of all noise.
         networks: What the networks are built from, see `VideoModel.parts`. Checkpoints keep it, so that
             `load_from_checkpoint` needs no other file; leave it out.
@@ -141,11 +143,15 @@ class VideoDiffusion(LightningModule):
             parts = self.hparams["networks"]  # then a checkpoint brings the weights
             self.model = VideoModel(**parts) if parts else self._start()
             self.hparams["networks"] = self.model.parts()
+            self._choose_trained(self.model)
         if self.hparams["gradient_checkpointing"]:
             self.model.unet.enable_gradient_checkpointing()
         shard(self.model.unet, self.block_types, self.device_mesh)
         if not isinstance(self.model.text, ClipText):
             shard(self.model.text, (), self.device_mesh)
+
+    def _choose_trained(self, model: VideoModel) -> None:
+        """Called once, before sharding: the U-Net and the text are trained."""
 
     def setup(self, stage: str) -> None:
         """Forget the latents of other data."""
@@ -256,7 +262,7 @@ class VideoDiffusion(LightningModule):
         condition = self.model.condition(first, tokens, caption)
         return self.model.decode(self.sample(condition, start.to(first))[:, 0])
 
-    def _generate(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def generate(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Expert `[b f c h w]`, hybrid `[b g f c h w]` and ODE `[b f c h w]` latents, on noise that never changes."""
         assert self.model is not None
         latents = self.latents(batch)
@@ -266,9 +272,10 @@ class VideoDiffusion(LightningModule):
         hybrid = self.sample(condition, draws[:, :1], draws[:, 1:])
         return latents, hybrid, self.sample(condition, draws[:, :1])[:, 0]
 
-    def _evaluate(self, batch: Any, stage: str) -> None:
+    def _evaluate(self, batch: Any, stage: str) -> Tensor:
+        """Log what the class lists; returns the reward of each clip, `[b]`."""
         assert self.model is not None
-        latents, hybrid, ode = self._generate(batch)
+        latents, hybrid, ode = self.generate(batch)
         expert = latents[:, None]
         reward = latent_reward(hybrid, expert)
         l1, cosine = -l1_reward(hybrid, expert), cosine_reward(hybrid, expert)
@@ -296,6 +303,7 @@ class VideoDiffusion(LightningModule):
             for k in range(latents.shape[1]):
                 values |= {f"l1_frame_{k}": l1[..., k].mean(), f"cosine_frame_{k}": cosine[..., k].mean()}
         self.log_dict({f"{stage}/{k}": v for k, v in values.items()}, batch_size=len(batch.index), sync_dist=True)
+        return reward[..., 1:].mean((1, 2))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Loss and samples."""
@@ -307,7 +315,7 @@ class VideoDiffusion(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """`index` and `caption` of the clip; `reward` and `copy_reward` of each frame, `[b f]` (see the class)."""
-        latents, hybrid, _ = self._generate(batch)
+        latents, hybrid, _ = self.generate(batch)
         return {
             "index": batch.index,
             "caption": batch.caption,
@@ -317,10 +325,15 @@ class VideoDiffusion(LightningModule):
 
     # ---------------------------------------------------------------------------------------------- reuse
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the folder that `video_model` describes; its `unet/` and `vae/` are diffusers' own."""
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write the folder that `video_model` describes; its `unet/` and `vae/` are diffusers' own.
+
+        Args:
+            folder: Made if need be.
+            dtype: Type of the weights in the files, such as `torch.bfloat16`.
+        """
         assert self.model is not None, "call configure_model() first"
-        self.model.save(folder)
+        self.model.save(folder, dtype)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **options: Any) -> "VideoDiffusion":
@@ -347,17 +360,20 @@ def read_model(source: str | Path, text: dict[str, Any] | None = None) -> VideoM
     """A video model with its weights.
 
     Args:
-        source: A folder (see `video_model`), or a checkpoint of `VideoDiffusion` or `DynVPP`.
+        source: A folder (see `video_model`), a checkpoint of `VideoDiffusion` or `DynVPP`, or a name of
+            `video_model.located`.
         text: Settings for a folder that has none.
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If the checkpoint is of another class.
+        ValueError: If the checkpoint is of another class, or sharded.
     """
-    path = Path(source)
+    path = located(source)
+    if (path / ".metadata").is_file():
+        raise ValueError(f"{path} is a sharded checkpoint: join it with `fulgurite consolidate` first")
     if path.is_dir():
         return VideoModel.load(path, text)
     model = VideoModel(**_parts(path))
     state = read_checkpoint(path)["state_dict"]
-    model.load_state_dict({k.removeprefix("model."): v for k, v in state.items()})
+    model.load_state_dict(merge({k.removeprefix("model."): v for k, v in state.items()}))
     return model

@@ -9,14 +9,16 @@ import copy
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_modules.distributed import gather_batch
 
 from .diffusion import ROLLOUT, TRAINING, VideoDiffusion, read_model
+from .lora import add_low_rank
 from .metrics import group_diversity, high_frequency_energy
 from .objective import Advantages, MicroBatch, PolicyLoss, group_advantages, micro_batches, policy_loss
-from .rewards import latent_reward
+from .rewards import latent_reward, pixel_reward
 from .sampler import context_noise, hybrid_schedule, predict, rollout
 from .video_model import VideoModel
 
@@ -31,7 +33,9 @@ class DynVPP(VideoDiffusion):
     networks stay in evaluation mode. Every rank does the same number of backward passes.
 
     Batches, validation, test and prediction are those of `VideoDiffusion`, and so are the names logged, so that base
-    and post-trained model can be compared. Logged in training: `train/reward` (mean over samples and frames) and
+    and post-trained model can be compared. The base is validated before the first step, later validations also log
+    `val/reward_gain`, the mean over clips of the reward minus the base's on the same noise (not after a resume).
+    Logged in training: `train/reward` (mean over samples and frames) and
     `train/copy_reward`; `train/loss` (policy, with divergence and drift) and `train/anchor`; `train/ratio` and
     `train/ratio_error` (largest |r - 1|, 0 before the first update of a rollout); `train/clip_low`, `train/clip_high`
     and `train/zero_std` (shares in [0, 1]); `train/nonfinite` (rewards masked); `train/approx_kl`, `train/kl` (nats),
@@ -60,9 +64,14 @@ class DynVPP(VideoDiffusion):
         l1_weight: Of the reward.
         cosine_weight: Of the reward.
         difference_weight: Of the reward for the change from frame to frame; 0 in the paper.
+        pixel_weight: Of minus the mean absolute error of decoded frames (pixels in [-1, 1]); 0 in the paper. It needs
+            `group` decoded videos a clip.
         inner_epochs: Optimiser steps per rollout.
         micro_batch: Most contexts (samples, where they do not share their start) in one backward pass; all if none.
         max_grad_norm: Gradients are clipped to this norm; none to leave them.
+        lora_rank: Train low-rank adapters of this rank (16 in the released code's options) instead of the whole U-Net;
+            see `lora`. `save_pretrained` and `init_from` merge them.
+        lora_scale: Factor of the adapters' change.
         base: Arguments of `VideoDiffusion`, such as the sampler's. The default optimiser is the paper's, AdamW with
             learning rate 1e-6.
 
@@ -95,9 +104,12 @@ class DynVPP(VideoDiffusion):
         l1_weight: float = 1.0,
         cosine_weight: float = 1.0,
         difference_weight: float = 0.0,
+        pixel_weight: float = 0.0,
         inner_epochs: int = 1,
         micro_batch: int | None = None,
         max_grad_norm: float | None = 1.0,
+        lora_rank: int | None = None,
+        lora_scale: float = 2.0,
         **base: Any,
     ) -> None:
         super().__init__(init_from=init_from, **base)
@@ -111,6 +123,8 @@ class DynVPP(VideoDiffusion):
                 raise ValueError(f"{name} {value} must be at least 1")
         self.schedule = hybrid_schedule(self.sigmas, stochastic, step_kind, eta)
         self._reference: list[nn.Module] = []  # in a list, so that it is neither trained nor saved
+        self._base_rewards: dict[int, Tensor] = {}  # of validation clips
+        self._base_metrics: dict[str, float] = {}
 
     def _start(self) -> VideoModel:
         if not self.hparams["init_from"]:
@@ -121,14 +135,20 @@ class DynVPP(VideoDiffusion):
         return read_model(self.hparams["init_from"], self._text())
 
     def configure_model(self) -> None:
-        """Build the model once, freeze all but the U-Net, and keep a copy where the base is the reference."""
+        """Build the model once, and keep a copy of its U-Net where the base is the reference."""
         h = self.hparams
         if self.model is None and self._trainer is not None and (h["kl_weight"] or h["drift_weight"]):
             self._reference = [copy.deepcopy(self._start().unet).requires_grad_(False).eval()]
         super().configure_model()
-        self.model.requires_grad_(False)
-        self.model.unet.requires_grad_(True)
         self.train(self.training)
+
+    def _choose_trained(self, model: VideoModel) -> None:
+        """The U-Net alone, or its adapters."""
+        model.requires_grad_(False)
+        if self.hparams["lora_rank"] is None:
+            model.unet.requires_grad_(True)
+        else:
+            add_low_rank(model.unet, self.hparams["lora_rank"], self.hparams["lora_scale"])
 
     def train(self, mode: bool = True) -> "DynVPP":
         """The networks stay in evaluation mode: the update must see what the rollout saw."""
@@ -136,6 +156,38 @@ class DynVPP(VideoDiffusion):
         if self.model is not None:
             self.model.eval()
         return self
+
+    # --------------------------------------------------------------------------------------- before and after
+
+    def on_train_start(self) -> None:
+        """Validate the base, so that every curve begins with it; a resumed run has done that."""
+        if self.trainer.global_step > 0:
+            return
+        self.trainer.validating = True
+        self.trainer.fit_loop.epoch_loop.val_loop.run()
+        self.trainer.training = True
+        self._base_metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Loss and samples; keep the base's rewards, and compare with them later."""
+        rewards = self._evaluate(batch, "val")
+        numbers = batch.index.tolist()
+        if self.trainer.global_step == 0:
+            self._base_rewards.update(zip(numbers, rewards, strict=True))
+        elif self._base_rewards:
+            gains = rewards - torch.stack([self._base_rewards[n] for n in numbers])
+            self.log("val/reward_gain", gains.mean(), batch_size=len(numbers), sync_dist=True, prog_bar=True)
+
+    def on_train_end(self) -> None:
+        """Say what the training changed."""
+        before, now = self._base_metrics, self.trainer.callback_metrics
+        if "val/reward" in before and "val/reward_gain" in now:
+            rank_zero_info(
+                f"Reward of predicted frames on validation clips: {before['val/reward']:.4f} before, "
+                f"{now['val/reward']:.4f} after {self.trainer.global_step} steps; with the ODE sampler "
+                f"{before['val/reward_ode']:.4f} and {now['val/reward_ode']:.4f}; repeating the first frame "
+                f"{now['val/copy_reward']:.4f}"
+            )
 
     # ------------------------------------------------------------------------------------------- training
 
@@ -191,6 +243,9 @@ class DynVPP(VideoDiffusion):
         result = rollout(self.model.denoiser(condition, h["rows"]), start, noise, self.schedule)
         weights = {name: h[name] for name in ("l1_weight", "cosine_weight", "difference_weight")}
         rewards = latent_reward(result.latents, latents[:, None], **weights)
+        if h["pixel_weight"]:
+            decoded = torch.stack([self.model.decode(x) for x in result.latents.unbind(1)], dim=1)
+            rewards = rewards + h["pixel_weight"] * pixel_reward(2 * decoded - 1, batch.video[:, None])
         advantages = self._advantages(rewards)
 
         updates = [self._update(batch, latents, condition, result.steps, advantages) for _ in range(h["inner_epochs"])]

@@ -8,6 +8,7 @@ A published folder of Stable Video Diffusion has `unet/` and `vae/` too, and is 
 caller gives.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from diffusers import AutoencoderKLTemporalDecoder, UNetSpatioTemporalConditionM
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lightning_modules.dyn_vpp.lora import merge
 from lightning_modules.dyn_vpp.networks import (
     Condition,
     check_fit,
@@ -31,6 +33,17 @@ from lightning_modules.dyn_vpp.networks import (
 from lightning_modules.dyn_vpp.sampler import Denoiser
 
 FORMAT = 1  # of save
+SHIPPED = Path(__file__).parent / "weights"
+
+
+def located(source: str | Path) -> Path:
+    """Where weights are: `source` itself, or the folder that comes with the package if it is the name of one.
+
+    `metaworld` is the autoencoder and the base of `configs/dyn_vpp`; a folder of your own with that name is
+    `./metaworld`.
+    """
+    names = [folder.name for folder in SHIPPED.iterdir()] if SHIPPED.is_dir() else []
+    return SHIPPED / source if str(source) in names else Path(source)
 
 
 class TokenTable(nn.Module):
@@ -188,14 +201,21 @@ class VideoModel(nn.Module):
         scaling = float(self.autoencoder.config.scaling_factor)
         return {**self.config, "autoencoder": {**self.config["autoencoder"], "scaling_factor": scaling}}
 
-    def save(self, folder: str | Path) -> None:
-        """Write the folder; see the top of this file."""
+    def save(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write the folder; see the top of this file. Adapters are merged into the weights.
+
+        Args:
+            folder: Made if need be.
+            dtype: Type of the weights in the files; they are read back as float32.
+        """
         folder = Path(folder)
-        self.unet.save_pretrained(folder / "unet")
-        self.autoencoder.save_pretrained(folder / "vae")
+        unet = video_unet(self.config["unet"])
+        unet.load_state_dict(merge(self.unet.state_dict()))
+        for name, network in (("unet", unet), ("vae", copy.deepcopy(self.autoencoder))):
+            network.to(dtype).save_pretrained(folder / name)
         if isinstance(self.text, TokenTable):
             (folder / "text").mkdir(exist_ok=True)
-            state = {k: v.detach().cpu().contiguous() for k, v in self.text.state_dict().items()}
+            state = {k: v.detach().cpu().contiguous().to(dtype) for k, v in self.text.state_dict().items()}
             save_file(state, folder / "text" / "model.safetensors")
         own = {k: self.config[k] for k in ("text", "fps", "guidance")}
         (folder / "config.json").write_text(
@@ -227,8 +247,9 @@ class VideoModel(nn.Module):
             raise ValueError(f"{folder} does not say how text is read: set text_encoder")
         else:
             own = {"text": text}
-        unet = UNetSpatioTemporalConditionModel.from_pretrained(folder / "unet", use_safetensors=True)
-        autoencoder = AutoencoderKLTemporalDecoder.from_pretrained(folder / "vae", use_safetensors=True)
+        reading = {"use_safetensors": True, "torch_dtype": torch.float32}
+        unet = UNetSpatioTemporalConditionModel.from_pretrained(folder / "unet", **reading)
+        autoencoder = AutoencoderKLTemporalDecoder.from_pretrained(folder / "vae", **reading)
         model = cls(unet=plain(unet.config), autoencoder=plain(autoencoder.config), **own)
         model.unet.load_state_dict(unet.state_dict())
         model.autoencoder.load_state_dict(autoencoder.state_dict())

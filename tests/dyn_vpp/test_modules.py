@@ -135,6 +135,16 @@ def test_folder_is_diffusers_own_and_predicts_the_same(home, base):
         VideoDiffusion.from_pretrained(home / "folder")
 
 
+def test_half_precision_files_are_read_as_float32(home, base):
+    module = VideoDiffusion.load_from_checkpoint(base)
+    module.save_pretrained(home / "half", torch.bfloat16)
+    again = VideoDiffusion.from_pretrained(home / "half", **SAMPLER).state_dict()
+    whole = module.state_dict()
+    assert all(v.dtype == torch.float32 and torch.equal(v, whole[k].bfloat16().float()) for k, v in again.items())
+    files = sum(p.stat().st_size for p in (home / "half").rglob("*.safetensors"))
+    assert files < 0.6 * sum(4 * v.numel() for v in whole.values())
+
+
 def test_latents_are_those_of_the_encoder_and_kept(home, base):
     module = VideoDiffusion.load_from_checkpoint(base)
     loaded = data(home)
@@ -197,6 +207,38 @@ def test_a_step_towards_the_reward_raises_it(home, base):
     values = [r.item() for r in rewards if r is not None]
     assert len(values) == 30
     assert sum(values[-5:]) > sum(values[:5]) + 5 * 0.005
+
+
+def test_the_gain_is_over_the_base_on_equal_noise(home, base):
+    """With a learning rate of 0 nothing is gained, whatever the noise; the base is validated before the first step."""
+    module = post(base)
+    module.optimizer = lambda p: torch.optim.SGD(p, lr=0.0)
+    run = trainer(home / "gain", max_steps=1, val_check_interval=1, check_val_every_n_epoch=None)
+    run.fit(module, data(home))
+    assert run.callback_metrics["val/reward_gain"] == 0
+    assert module._base_metrics["val/reward"] == pytest.approx(run.callback_metrics["val/reward"].item())
+
+
+def test_adapters_alone_are_trained_and_merged_on_saving(home, base):
+    module = post(base, lora_rank=2, pixel_weight=0.5)
+    module.optimizer = lambda p: torch.optim.SGD(p, lr=1.0)
+    run = trainer(home / "lora", limit_val_batches=0)
+    run.fit(module, data(home))
+    run.save_checkpoint(home / "lora.ckpt")
+    before, state = weights(base), module.state_dict()
+    assert all(
+        torch.equal(v, state.get(k, state.get(f"{k[:-7]}.parametrizations.weight.original"))) for k, v in before.items()
+    )
+    again = DynVPP.load_from_checkpoint(home / "lora.ckpt")  # with adapters
+    merged = read_model(home / "lora.ckpt")  # without
+    module.save_pretrained(home / "lora")
+    saved = VideoDiffusion.from_pretrained(home / "lora", **SAMPLER)
+    assert merged.state_dict().keys() == {k.removeprefix("model.") for k in before}
+    image, tokens = torch.rand(1, 3, 16, 16) * 2 - 1, torch.tensor([[3, 4, 0, 0]])
+    video = module.eval()(image, tokens)
+    assert torch.equal(again.eval()(image, tokens), video)
+    torch.testing.assert_close(saved(image, tokens), video, rtol=1e-3, atol=1e-3)
+    assert any(not torch.equal(v, before[f"model.{k}"]) for k, v in merged.state_dict().items())
 
 
 def test_reference_is_neither_trained_nor_saved(home, base):
