@@ -8,6 +8,9 @@
    description: every client's images are decoded one by one and joined each round for the class gradients, a new
    `DataLoader` over PIL images is made for every client and epoch, and one random crop is drawn per batch. Networks,
    clients, batches, epochs and losses are the same; the losses of the re-creation are vectorised (favourable to it).
+3. Local training of many small clients of equal size: together (`clients_together`) against one after the other.
+4. Memory: the peak of a process that runs one round of the released ResNet-10, with 10 and with 100 clients that share
+   the same images.
 
 Prints medians of alternating repeats and writes `benchmarks/results/fedhpro/speed.json`.
 """
@@ -15,7 +18,9 @@ Prints medians of alternating repeats and writes `benchmarks/results/fedhpro/spe
 import argparse
 import copy
 import json
+import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Trainer
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -31,8 +37,9 @@ from torchvision.transforms import v2
 
 from datamodules import FederatedImages
 from datamodules.federated import Client
+from lightning_modules import FedHPro
 from lightning_modules.fedhpro.averaging import flatten, unflatten, weighted_average
-from lightning_modules.fedhpro.clients import LocalTraining, train_client
+from lightning_modules.fedhpro.clients import LocalTraining, train_client, train_together
 from lightning_modules.fedhpro.losses import hpal_loss, hpcl_loss
 from lightning_modules.fedhpro.matching import match_hyper_prototypes
 from lightning_modules.fedhpro.network import ResNet10, SmallCNN
@@ -174,12 +181,58 @@ def rounds(name: str, repeats: int) -> dict[str, float]:
     return alternate(ways, repeats)
 
 
+def together(width: int, dim: int, images: int, repeats: int) -> dict[str, float]:
+    """Part 3: 50 clients of equal size, two epochs in batches of 8."""
+    data = FederatedImages(augment=["crop"], clients=50, partition="even", images_per_client=images)
+    data.setup()
+    clients, network = data.round(0).clients, SmallCNN(10, width=width, dim=dim)
+    strategy = HyperPrototypes()
+    strategy.build(10, dim)
+    plan = LocalTraining(2, 8, lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
+
+    def one_by_one() -> None:
+        scratch = copy.deepcopy(network)
+        for client in clients:
+            scratch.load_state_dict(network.state_dict())
+            train_client(scratch, client, strategy, plan, 0)
+
+    ways = {
+        "together": lambda: list(train_together(copy.deepcopy(network), clients, strategy, plan, 0)),
+        "one by one": one_by_one,
+    }
+    return alternate(ways, repeats)
+
+
+def one_round(strategy: str, clients: int) -> float:
+    """Part 4, in a process of its own: peak memory in MB of one round of ResNet-10 with `clients` clients."""
+    data = FederatedImages(clients=clients, partition="even")
+    model = FedHPro(strategy, network="ResNet10", network_args={"in_channels": 1}, local_epochs=1, local_batch_size=16)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = Trainer(max_epochs=1, logger=False, accelerator="cpu", num_sanity_val_steps=0, **quiet)
+    trainer.fit(model, data)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)
+
+
+def memory() -> dict[str, float]:
+    """Part 4."""
+    peaks = {}
+    for strategy, clients in (("HyperPrototypes", 10), ("HyperPrototypes", 100), ("Moon", 10), ("Moon", 100)):
+        child = [sys.executable, __file__, "--one_round", strategy, str(clients)]
+        output = subprocess.run(child, check=True, capture_output=True, text=True).stdout
+        peaks[f"{strategy}, {clients} clients"] = float(output.splitlines()[-1])
+    return peaks
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--one_round", nargs=2, help=argparse.SUPPRESS)  # strategy and clients, of a child process
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.one_round:
+        print(one_round(options.one_round[0], int(options.one_round[1])))
+        return
     result = {"command": " ".join(sys.argv), "torch": torch.__version__, "seconds": {}}
     for num_classes in (10, 100):
         result["seconds"][f"matching, C = {num_classes}, I = 5, d = 256, 30 steps"] = matching(
@@ -187,11 +240,17 @@ def main() -> None:
         )
     for name in ("SmallCNN, digits 8x8, 10 clients, batch 32", "ResNet10 width 8, 32x32, 10 clients, batch 64"):
         result["seconds"][f"round, {name}"] = rounds(name, max(2, options.repeats // 2))
+    for width, dim, images in ((4, 16, 8), (16, 128, 16)):
+        name = f"50 clients of {images} images 8x8, SmallCNN width {width}, 2 epochs, batch 8"
+        result["seconds"][name] = together(width, dim, images, max(2, options.repeats // 2))
+    result["peak megabytes"] = memory()
     for what, times in result["seconds"].items():
         ours = next(iter(times))
         print(what)
         for name, seconds in times.items():
             print(f"  {name:32} {1000 * seconds:9.1f} ms CPU   {seconds / times[ours]:6.2f}x")
+    for what, peak in result["peak megabytes"].items():
+        print(f"peak memory of a round, {what}: {peak:.0f} MB")
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -6,11 +6,12 @@
     python benchmarks/fedhpro_comparison.py table
 
 A source is whatever `FederatedImages` takes. For every row the learning rate of the clients is chosen from `--lrs` by
-the accuracy on validation images (mean of the last five rounds, seed 100), then `--seeds` are run with it. The budget
+the accuracy on validation images (mean of the last five rounds, seed 100); while the best is at an end of those
+tried, the next one beyond (by a factor of two) is tried as well. Then `--seeds` are run with it. The budget
 (rounds, epochs, batch, network) is one for all. The figure of merit is the test accuracy, mean of the last five
 rounds; with several domains the mean over domains. Each run is one JSON file below
 `benchmarks/results/fedhpro/<setting>`, written the moment it exists; runs that exist are passed over, so the script
-can be stopped and started again.
+can be stopped and started again. `--jobs 2` runs two rows at a time.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import statistics
 import sys
 import time
 import warnings
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +51,24 @@ ROWS: dict[str, dict[str, Any]] = {  # name: strategy and its arguments
     "AlignmentOnly": ANCHORS,
     "HeadRetraining": ANCHORS,
 }
-DOMAINS = {"partition": "domain", "augment": ["crop"]}
-CIFAR = {"train_size": 5000, "test_size": 2000, "clients": 10, "augment": ["crop", "flip"]}
+# Pixels in [0, 1], no augmentation.
+DOMAINS = {"partition": "domain"}
+GREY, COLOUR = {"mean": [0.0], "std": [1.0]}, {"mean": [0.0] * 3, "std": [1.0] * 3}
+CIFAR = {"train_size": 5000, "test_size": 2000, "clients": 10, "val_fraction": 0.2}
 SETTINGS: dict[str, dict[str, Any]] = {
     "digit_domains": DOMAINS
-    | {"image_size": 16, "channels": 1, "clients": 9, "images_per_client": 60, "train_size": 1200, "test_size": 350},
-    "office": DOMAINS | {"image_size": 32, "channels": 3, "clients": 8, "images_per_client": 80},
+    | GREY
+    | {"image_size": 16, "channels": 1, "clients": 9, "images_per_client": 60, "train_size": 1200}
+    | {"val_fraction": 0.2, "test_size": 350},
+    "office": DOMAINS
+    | COLOUR
+    | {"image_size": 32, "channels": 3, "clients": 8, "images_per_client": 80, "val_fraction": 0.2},
     "cifar10_dirichlet05": CIFAR | {"partition": "dirichlet", "alpha": 0.5},
     "cifar10_dirichlet005": CIFAR | {"partition": "dirichlet", "alpha": 0.05},
     "cifar10_longtail100": CIFAR | {"partition": "dirichlet_balanced", "alpha": 0.5, "long_tail": 100},
 }
+BARS = {"digit_domains": 1.5, "office": 4.0}  # points of FedHPro above FedAvg, with every seed above it
+BAR = -1.0  # the same of the other settings, without a condition on seeds
 
 
 class Curve(Callback):
@@ -111,9 +121,7 @@ def one_run(options: argparse.Namespace, row: str, lr: float, seed: int) -> dict
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    trainer = Trainer(
-        max_epochs=options.rounds, callbacks=[curve], num_sanity_val_steps=0, log_every_n_steps=1, **quiet
-    )
+    trainer = Trainer(max_epochs=options.rounds, callbacks=[curve], num_sanity_val_steps=0, **quiet)
     result: dict[str, Any] = {"row": row, "setting": options.setting, "seed": seed, "lr": lr}
     try:
         trainer.fit(model, data)
@@ -149,26 +157,31 @@ def test_score(result: dict[str, Any]) -> float:
     return 0.0 if "diverged" in result else statistics.mean(statistics.mean(each.values()) for each in result["test"])
 
 
-def run(options: argparse.Namespace) -> None:
-    """Choose the learning rate of every row, then run the seeds."""
+def run_row(options: argparse.Namespace, row: str) -> None:
+    """Choose the learning rate of a row, then run the seeds."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     folder = RESULTS / (options.name or options.setting)
-    for row in options.rows:
-        tried = {
-            lr: stored(
-                folder / f"{row}-lr{lr:g}-tuning.json", lambda row=row, lr=lr: one_run(options, row, lr, TUNING_SEED)
-            )
-            for lr in options.lrs
-        }
+    tried: dict[float, dict[str, Any]] = {}
+    ahead = list(options.lrs)
+    while ahead:
+        for lr in ahead:
+            path = folder / f"{row}-lr{lr:g}-tuning.json"
+            tried[lr] = stored(path, lambda lr=lr: one_run(options, row, lr, TUNING_SEED))
         best = max(tried, key=lambda lr: val_score(tried[lr]))
-        for seed in options.seeds:
-            path = folder / f"{row}-seed{seed}.json"
-            stored(path, lambda row=row, lr=best, seed=seed: one_run(options, row, lr, seed))
+        ahead = [best / 2] * (best == min(tried)) + [best * 2] * (best == max(tried))
+    for seed in options.seeds:
+        stored(folder / f"{row}-seed{seed}.json", lambda seed=seed: one_run(options, row, best, seed))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Every row, some at a time."""
+    with get_context("fork").Pool(options.jobs) as pool:  # what is imported here need not be imported again
+        pool.starmap(run_row, [(options, row) for row in options.rows], chunksize=1)
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print a table and draw a figure of every setting that has results."""
+    """Print a table and draw a figure of every setting that has results; say which bars hold."""
     from callbacks.figures import new_figure
 
     for folder in sorted(p for p in RESULTS.iterdir() if p.is_dir()):
@@ -183,24 +196,31 @@ def table(options: argparse.Namespace) -> None:
         for row in [r for r in ROWS if r in runs]:
             scores = {seed: 100 * test_score(result) for seed, result in runs[row].items()}
             spread = statistics.stdev(scores.values()) if len(scores) > 1 else float("nan")
-            gaps = [
-                " ".join(
-                    f"{score - 100 * test_score(runs[other][seed]):+.1f}"
-                    for seed, score in scores.items()
-                    if seed in runs.get(other, {})
-                )
-                for other in ("FedAvg", "FrozenHyperPrototypes")
-            ]
+            gaps = [_gaps(runs, row, other) for other in ("FedAvg", "FrozenHyperPrototypes")]
+            shown = [f"{statistics.mean(g):+.1f}: {' '.join(f'{x:+.1f}' for x in g)}" if g else "" for g in gaps]
             lr = next(iter(runs[row].values()))["lr"]
             mean = statistics.mean(scores.values())
-            print(f"| {row} | {lr:g} | {mean:.1f} ± {spread:.1f} (n = {len(scores)}) | {gaps[0]} | {gaps[1]} |")
+            print(f"| {row} | {lr:g} | {mean:.1f} ± {spread:.1f} | {shown[0]} | {shown[1]} |")
             curves = [result["val"] for result in runs[row].values() if "diverged" not in result]
             if curves:
                 rounds = range(1, len(curves[0]) + 1)
                 axes.plot(rounds, [100 * statistics.mean(v) for v in zip(*curves, strict=True)], label=row)
+        if gap := _gaps(runs, "HyperPrototypes", "FedAvg"):
+            bar, strict = BARS.get(folder.name, BAR), folder.name in BARS
+            held = statistics.mean(gap) >= bar and (min(gap) > 0 or not strict)
+            print(f"bar: FedHPro {bar:+.1f} or more to FedAvg{', every seed positive' if strict else ''}: ", end="")
+            print(f"{'held' if held else 'not held'} ({statistics.mean(gap):+.2f})")
         axes.set(xlabel="round", ylabel="validation accuracy, %", title=folder.name)
         axes.legend(fontsize=6)
         figure.savefig(folder / "rounds.png")
+
+
+def _gaps(runs: dict[str, dict[int, dict[str, Any]]], row: str, other: str) -> list[float]:
+    """Points of test accuracy between two rows, seed by seed."""
+    if row == other or row not in runs:
+        return []
+    seeds = [seed for seed in runs[row] if seed in runs.get(other, {})]
+    return [100 * (test_score(runs[row][seed]) - test_score(runs[other][seed])) for seed in seeds]
 
 
 def main() -> None:
@@ -214,11 +234,12 @@ def main() -> None:
     running.add_argument("--data_dir", default="data")
     running.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     running.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    running.add_argument("--lrs", nargs="+", type=float, default=[0.01, 0.03, 0.1])
-    running.add_argument("--rounds", type=int, default=30)
+    running.add_argument("--lrs", nargs="+", type=float, default=[0.1, 0.2])
+    running.add_argument("--rounds", type=int, default=25)
     running.add_argument("--epochs", type=int, default=2)
     running.add_argument("--batch_size", type=int, default=16)
     running.add_argument("--clients", type=int, help="instead of the setting's")
+    running.add_argument("--jobs", type=int, default=1, help="rows at a time, one core each")
     commands.add_parser("table")
     options = parser.parse_args()
     {"run": run, "table": table}[options.command](options)

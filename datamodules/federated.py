@@ -25,6 +25,7 @@ from datamodules.images import (
 from datamodules.order import Draw, GlobalBatches, Loader, counter_uniform, ranks
 from datamodules.partitions import (
     by_domain,
+    deal_held_out,
     dirichlet,
     dirichlet_balanced,
     even,
@@ -43,17 +44,21 @@ class FederatedBatch(NamedTuple):
         image: float32 `[b, c, h, w]`, in [0, 1] and then normalised by the data module's `mean` and `std`.
         label: int64 `[b]`, class number; -1 where there is none (prediction).
         domain: int64 `[b]`, position in `domain_names`.
+        client: int64 `[b]`, the client whose held-out image it is; -1 where it is nobody's (test and prediction).
         index: int64 `[b]`, position in the split.
         name: `b` strings, the file or the position in the split.
         domain_names: one name per source.
+        clients: number of clients.
     """
 
     image: Tensor
     label: Tensor
     domain: Tensor
+    client: Tensor
     index: Tensor
     name: list[str]
     domain_names: list[str]
+    clients: int
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,8 @@ class FederatedImages(LightningDataModule):
     """Images dealt to the clients of a federation.
 
     An epoch of training is one round: `train_dataloader` yields one `FederatedRound`. Validation images are split off
-    before the clients get theirs; test images are the sources' own.
+    before the clients get theirs; test images are the sources' own. Each validation image counts as held out by one of
+    the clients that hold its class in its domain, drawn in proportion to how many images of that kind they have.
 
     Args:
         sources: one or more image sets; each is a domain. `digits` (1,797 scans of 8x8, in scikit-learn), a set that
@@ -194,6 +200,7 @@ class FederatedImages(LightningDataModule):
         classes: names of the classes, after `setup`.
         domains: names of the sources.
         parts: the rows of each client in `table`, after `setup`.
+        held_out: int64 `[validation images]`, the client of each, or -1; after `setup`.
         table: all training images, after `setup`.
     """
 
@@ -291,6 +298,12 @@ class FederatedImages(LightningDataModule):
         self._splits = {name: self._join(parts) for name, parts in splits.items()}
         self.table = self._splits["train"]
         self.parts = self._deal(len(classes))
+        kinds = {  # class and domain in one number
+            name: (table.domains * len(classes) + table.labels).numpy() for name, table in self._splits.items()
+        }
+        self.held_out = torch.from_numpy(
+            deal_held_out(kinds["val"], [kinds["train"][p] for p in self.parts], self.seed)
+        )
         self.classes = classes
 
     def _read(self, source: str) -> tuple[tuple[Tensor, np.ndarray], tuple[Tensor, np.ndarray], list[str]]:
@@ -447,11 +460,11 @@ class FederatedImages(LightningDataModule):
 
     def val_dataloader(self) -> Loader:
         """All validation images."""
-        return self._loader(_Evaluation(self._splits["val"], self.domains))
+        return self._loader(_Evaluation(self._splits["val"], self.domains, self.clients, owners=self.held_out))
 
     def test_dataloader(self) -> Loader:
         """All test images."""
-        return self._loader(_Evaluation(self._splits["test"], self.domains))
+        return self._loader(_Evaluation(self._splits["test"], self.domains, self.clients))
 
     def predict_dataloader(self) -> Loader:
         """The images of `predict_folder`, or the test images."""
@@ -460,7 +473,7 @@ class FederatedImages(LightningDataModule):
         table = self._splits["test"]
         paths = _image_paths(Path(self.predict_folder))
         files = Files(paths, np.full(len(paths), -1), table.pixels.shape[-1], table.pixels.shape[1])
-        return self._loader(_Evaluation(table, self.domains, files))
+        return self._loader(_Evaluation(table, self.domains, self.clients, files))
 
     def _loader(self, dataset: Dataset) -> Loader:
         order = GlobalBatches(len(dataset), self.eval_batch_size, shuffle=False, drop_last=False, **ranks(self))
@@ -481,10 +494,19 @@ class _Rounds(Dataset):
 class _Evaluation(Dataset):
     """The images of a table in their order, or files in the table's normalisation."""
 
-    def __init__(self, table: Table, domain_names: list[str], files: Files | None = None) -> None:
-        self.table, self.domain_names = table, domain_names
+    def __init__(
+        self,
+        table: Table,
+        domain_names: list[str],
+        clients: int,
+        files: Files | None = None,
+        owners: Tensor | None = None,
+    ) -> None:
+        self.table, self.domain_names, self.clients = table, domain_names, clients
         self.store = files or Arrays(table.pixels, table.labels.numpy())
-        self.domains = torch.full((len(self),), -1) if files else table.domains
+        nobody = torch.full((len(self),), -1)
+        self.domains = nobody if files else table.domains
+        self.owners = nobody if owners is None else owners
 
     def __len__(self) -> int:
         return len(self.store.labels)
@@ -494,9 +516,11 @@ class _Evaluation(Dataset):
             image=self.table.normalize(self.store.read(draw.items)),
             label=torch.from_numpy(self.store.labels[draw.items]),
             domain=self.domains[torch.from_numpy(draw.items)],
+            client=self.owners[torch.from_numpy(draw.items)],
             index=torch.from_numpy(draw.items),
             name=[self.store.name(i) for i in draw.items],
             domain_names=self.domain_names,
+            clients=self.clients,
         )
 
 

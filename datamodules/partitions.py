@@ -1,7 +1,9 @@
-"""How images are dealt to clients. Pure numpy; every function returns one index array per client.
+"""How images are dealt to clients. Pure numpy; the partitions return one index array per client.
 
 Each index is dealt exactly once, and the result is a function of the arguments, the seed included.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -174,3 +176,26 @@ def by_domain(domains: np.ndarray, clients_per_domain: list[int], seed: int) -> 
     for d, count in enumerate(clients_per_domain):
         parts += np.array_split(random.permutation(np.flatnonzero(domains == d)), count)
     return parts
+
+
+def deal_held_out(kinds: np.ndarray, clients: Sequence[np.ndarray], seed: int) -> np.ndarray:
+    """Deal held-out images so that each client's are distributed as its training images are.
+
+    Args:
+        kinds: int `[n]`, kind (class, or class and domain in one number) of each held-out image.
+        clients: int `[n_k]` each, kinds of a client's training images.
+        seed: of the draws.
+
+    Returns:
+        Int64 `[n]`: the client of each image, drawn among those that hold its kind in proportion to how many they
+        hold; -1 if nobody does.
+    """
+    rng = np.random.default_rng([seed, 3])
+    most = max(int(own.max(initial=0)) for own in (kinds, *clients)) + 1
+    counts = np.stack([np.bincount(own, minlength=most) for own in clients])
+    owner = np.full(len(kinds), -1)
+    for kind in np.unique(kinds):
+        if (share := counts[:, kind]).any():
+            rows = np.flatnonzero(kinds == kind)
+            owner[rows] = rng.choice(len(clients), len(rows), p=share / share.sum())
+    return owner

@@ -106,3 +106,19 @@ def assign(sizes: Mapping[int, int], ranks: int) -> dict[int, int]:
         rank_of[client] = load.index(min(load))
         load[rank_of[client]] += sizes[client]
     return rank_of
+
+
+def alike(sizes: Mapping[int, int], most: int) -> list[list[int]]:
+    """Group clients with equally many samples, to be trained together.
+
+    Args:
+        sizes: Samples of each client, by id.
+        most: Clients in a group, at least 1.
+
+    Returns:
+        Groups of at most `most` ids; every client is in one.
+    """
+    by_size: dict[int, list[int]] = {}
+    for client, size in sizes.items():
+        by_size.setdefault(size, []).append(client)
+    return [ids[i : i + most] for ids in by_size.values() for i in range(0, len(ids), most)]

@@ -1,16 +1,18 @@
-"""One client's round: what it computes from the received model, its local training, what it sends back.
+"""A client's round: what it computes from the received model, its local training, what it sends back.
 
 Knows neither Lightning nor ranks; the Flower app runs the same function.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_map
 
 if TYPE_CHECKING:
     from lightning_modules.fedhpro.strategies import FedAvg
@@ -144,10 +146,79 @@ def train_client(
                     total = total + loss.detach() * len(labels)
                     correct = correct + (logits.detach().argmax(1) == labels).sum()
                     seen += len(labels)
-            mean_loss = float(total) / max(seen, 1)
-            if not math.isfinite(mean_loss):
-                raise ValueError(
-                    f"client {client.id}: the loss is {mean_loss} in round {round_number}; lower the learning rate"
-                )
+            mean_loss = _finite(float(total) / max(seen, 1), client, round_number)
         sent = strategy.after(network, client, state)
     return ClientReport(sent, seen, mean_loss, int(correct) / max(seen, 1), state.get("figures", {}))
+
+
+def train_together(
+    network: nn.Module, clients: Sequence[Client], strategy: "FedAvg", training: LocalTraining, round_number: int
+) -> Iterator[ClientReport]:
+    """The round of several clients at once: `train_client` for each, with one step for all (`torch.func.vmap`).
+
+    The weights of the k clients are stacked along a first axis, and so are their batches. What that needs:
+
+    * clients with equally many images, so that their batches have the same shapes;
+    * a network without BatchNorm, whose statistics `vmap` cannot keep apart;
+    * a strategy whose `penalty` is free of data-dependent branches and does not read the network's parameters
+      (`FedAvg.together`);
+    * an optimiser that works entry by entry (SGD with momentum, Adam; not one that takes norms of tensors).
+
+    Dropout draws other masks than one client after the other does.
+
+    Args:
+        network: The received model.
+        clients: At least one, with equally many images.
+        strategy: What it adds to cross-entropy, and what it sends.
+        training: How they train.
+        round_number: From 0.
+
+    Yields:
+        The report of each client in turn; `network` then holds its trained weights.
+
+    Raises:
+        ValueError: A loss is no longer finite.
+    """
+    first_epoch = round_number * training.epochs
+    buffers, device = dict(network.named_buffers()), clients[0].labels.device
+
+    def loss_of_one(weights: dict[str, Tensor], state: Any, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        z, logits = functional_call(network, (weights, buffers), (images,))
+        loss = F.cross_entropy(logits.float(), labels) + strategy.penalty(state, network, images, z.float(), labels)
+        return loss, (logits.detach().argmax(1) == labels).sum()
+
+    loss_of_each = vmap(loss_of_one, randomness="different")
+    with torch.random.fork_rng(devices=[device.index] if device.type == "cuda" else []):
+        torch.manual_seed(hash((training.seed, round_number, clients[0].id)) % 2**63)
+        states = [strategy.before(network, client, first_epoch) for client in clients]
+        stacked = tree_map(lambda *leaves: torch.stack([torch.as_tensor(x, device=device) for x in leaves]), *states)
+        network.train()
+        weights = {
+            name: p.detach().expand(len(clients), *p.shape).clone().requires_grad_()
+            for name, p in network.named_parameters()
+        }
+        optimizer = training.optimizer(weights.values())
+        for epoch in range(first_epoch, first_epoch + training.epochs):
+            total = correct = 0
+            for batches in zip(*(c.batches(epoch, training.batch_size) for c in clients), strict=True):
+                images, labels = (torch.stack(tensors) for tensors in zip(*batches, strict=True))  # k b ...
+                losses, right = loss_of_each(weights, stacked, images, labels)
+                optimizer.zero_grad()
+                losses.sum().backward()
+                optimizer.step()
+                total = total + losses.detach() * labels.shape[1]
+                correct = correct + right
+    for i, client in enumerate(clients):
+        size = len(client.labels)
+        mean_loss = _finite(float(total[i]) / size, client, round_number)
+        with torch.no_grad():
+            for name, parameter in network.named_parameters():
+                parameter.copy_(weights[name][i])
+        sent = strategy.after(network, client, states[i])
+        yield ClientReport(sent, size, mean_loss, int(correct[i]) / size, states[i].get("figures", {}))
+
+
+def _finite(loss: float, client: Client, round_number: int) -> float:
+    if not math.isfinite(loss):
+        raise ValueError(f"client {client.id}: the loss is {loss} in round {round_number}; lower the learning rate")
+    return loss

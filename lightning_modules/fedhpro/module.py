@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.strategies import FSDPStrategy
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
-from lightning_modules.distributed import read_checkpoint
-from lightning_modules.fedhpro.averaging import assign, flatten, local_state, step_towards
-from lightning_modules.fedhpro.clients import Client, ClientReport, LocalTraining, train_client
+from lightning_modules.distributed import read_checkpoint, shard
+from lightning_modules.fedhpro.averaging import alike, assign, flatten, local_state, step_towards
+from lightning_modules.fedhpro.clients import Client, ClientReport, LocalTraining, train_client, train_together
 from lightning_modules.fedhpro.network import build_network
 from lightning_modules.fedhpro.strategies import HyperPrototypes, build_strategy, head_of, strategy_class
 from lightning_modules.hub import read_config
@@ -54,8 +54,9 @@ class FedHPro(LightningModule):
     Logged per round: `train/loss` (nats) and `train/accuracy` (fraction) over all clients' last local epochs,
     `train/clients`, `train/bytes_down` and `train/bytes_up` (all clients of the round) and the same `_per_client`,
     `train/accuracy_client_<k>`; of FedHPro `train/margin` (mean d_k), `train/matching_loss_before` and `_after`,
-    `train/hyper_prototype_move` (relative); `val/loss`, `val/accuracy`, `test/loss`, `test/accuracy`, and with several
-    domains `val/accuracy_<domain>` and `val/accuracy_domain_mean` (unweighted).
+    `train/hyper_prototype_move` (relative); `val/loss`, `val/accuracy`, `test/loss`, `test/accuracy`, with several
+    domains `val/accuracy_<domain>` and `val/accuracy_domain_mean` (unweighted), and `val/accuracy_client_<k>`, that of
+    the global model on the images that client k holds out.
 
     Args:
         strategy: a class of `lightning_modules.fedhpro.strategies` (`HyperPrototypes` is FedHPro; `FedAvg`, `FedProx`,
@@ -75,7 +76,11 @@ class FedHPro(LightningModule):
         server_optimizer: what steps the global model towards the average; by default SGD with learning rate 1.
         init_from: start a fit from the global model in this checkpoint or `save_pretrained` folder; server state such
             as hyper-prototypes starts anew. `--ckpt_path` resumes instead.
-        log_clients: log each client's accuracy; switch off for hundreds of clients.
+        log_clients: log each client's accuracies; switch off for hundreds of clients.
+        clients_together: train so many clients of equal size at once, their weights stacked (`torch.func.vmap`); the
+            memory grows with it. For many small clients, a network without BatchNorm and an optimiser that works
+            entry by entry, such as SGD or Adam; not for FedProx, MOON, FPL and averaged prototypes. Clients whose
+            number of images nobody shares train alone.
         seed: of random layers in local training and of the server's draws.
     """
 
@@ -94,11 +99,14 @@ class FedHPro(LightningModule):
         server_optimizer: OptimizerCallable | None = None,
         init_from: str | None = None,
         log_clients: bool = True,
+        clients_together: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__()
         if lr is not None and local_optimizer is not None:
             raise ValueError("give lr, or local_optimizer with its own learning rate, not both")
+        if clients_together < 1:
+            raise ValueError(f"clients_together is {clients_together}: at least 1, which trains one after the other")
         self.save_hyperparameters(ignore=["local_optimizer", "server_optimizer"])
         self.automatic_optimization = False
         defaults = {"variant": variant} if issubclass(strategy_class(strategy), HyperPrototypes) else {}
@@ -108,6 +116,7 @@ class FedHPro(LightningModule):
             local_epochs, local_batch_size, local_optimizer or (lambda p: torch.optim.SGD(p, lr=step)), seed
         )
         self.server_optimizer, self.log_clients = server_optimizer, log_clients
+        self.clients_together = clients_together
         self.network: nn.Module | None = None
         # A copy of the network that clients train. It is kept out of the module tree: its gradients must not be
         # synchronised, and it must not be in checkpoints.
@@ -126,19 +135,27 @@ class FedHPro(LightningModule):
             if h["init_from"] and self._trainer is not None and self.trainer.ckpt_path is None:
                 _load_network(self.network, Path(h["init_from"]))
         if not self._scratch:
+            self._refuse(any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.network.modules()))
             self._scratch.append(copy.deepcopy(self.network))
-            if self.device_mesh is not None:
-                self._refuse_sharding(self.network)
-                for network in (self.network, self._scratch[0]):
-                    # Parameters are read between forward passes (averaging, optimisers), so they are never left whole.
-                    fully_shard(network, mesh=self.device_mesh["data_parallel"], reshard_after_forward=True)
+            for network in (self.network, self._scratch[0]) if self.device_mesh is not None else ():
+                shard(network, getattr(network, "block_types", ()), self.device_mesh)
+                # Parameters are read between forward passes (averaging, optimisers), so they are never left whole.
+                network.set_reshard_after_forward(True)
 
-    def _refuse_sharding(self, network: nn.Module) -> None:
+    def _refuse(self, has_batchnorm: bool) -> None:
         name = self.hparams["strategy"]
-        if not self.strategy.sharded:
-            raise ValueError(f"{name} reads parameters outside the network's forward: use strategy/ddp, not FSDP2")
-        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.modules()):
-            raise ValueError("under FSDP2 the ranks share a client's batches, BatchNorm does not: set norm to gn")
+        if self.device_mesh is not None:
+            if not self.strategy.sharded:
+                raise ValueError(f"{name} reads parameters outside the network's forward: use strategy/ddp, not FSDP2")
+            if has_batchnorm:
+                raise ValueError("under FSDP2 the ranks share a client's batches, BatchNorm does not: set norm to gn")
+            if self.clients_together > 1:
+                raise ValueError("under FSDP2 the ranks train one client after the other: set clients_together to 1")
+        elif self.clients_together > 1:
+            if not self.strategy.together:
+                raise ValueError(f"{name} cannot train clients together: set clients_together to 1")
+            if has_batchnorm:
+                raise ValueError("clients with BatchNorm cannot be trained together: set norm to gn, or 1 at a time")
 
     def setup(self, stage: str) -> None:
         """Refuse what would change the method silently.
@@ -170,10 +187,7 @@ class FedHPro(LightningModule):
         sent = {n: self._zeros(len(batch.clients), s) for n, s in self.strategy.sends.items()}
         # one row per client: loss, accuracy and figures, times the number of images, and that number
         table = torch.zeros(len(batch.clients), 3 + len(self.strategy.figures), device=self.device, dtype=torch.double)
-        part = (self.global_rank, self.trainer.world_size) if self.device_mesh is not None else (0, 1)
-        for slot, client in self._own_clients(batch):
-            _copy(local_state(self.network), local_state(scratch))
-            report = train_client(scratch, client, self.strategy, self.training_plan, batch.number, part)
+        for slot, client, report in self._train(scratch, batch):
             weights += flatten(local_state(scratch)) * len(client.labels)
             figures = [report.figures[name] for name in self.strategy.figures]
             table[slot] = torch.tensor([report.loss, report.accuracy, *figures, 1.0]) * report.images
@@ -190,6 +204,39 @@ class FedHPro(LightningModule):
             step_towards(self.network, weights / sizes.sum(), self.optimizers())
             figures = self.strategy.server(self.network, received, sent, self.draws(batch.number))
         self._log_round(batch, sizes, table[:, :-1] / table[:, -1:], figures)
+
+    def _train(self, scratch: nn.Module, batch: Round) -> Iterator[tuple[int, Client, ClientReport]]:
+        """Train this rank's clients: place in the round, client and report of each, its weights in `scratch`."""
+        part = (self.global_rank, self.trainer.world_size) if self.device_mesh is not None else (0, 1)
+        own = {client.id: (slot, client) for slot, client in self._own_clients(batch)}
+        done = 0
+        for ids in alike({k: len(client.labels) for k, (_, client) in own.items()}, self.clients_together):
+            _copy(local_state(self.network), local_state(scratch))
+            group = [own[k][1] for k in ids]
+            if len(group) == 1:
+                reports = [train_client(scratch, *group, self.strategy, self.training_plan, batch.number, part)]
+            else:
+                reports = train_together(scratch, group, self.strategy, self.training_plan, batch.number)
+            for client, report in zip(group, reports, strict=True):
+                yield own[client.id][0], client, report
+                done += 1
+                self.progress(batch.number, done, len(own))
+
+    def progress(self, number: int, done: int, clients: int) -> None:
+        """Show how far the round is, in the bar of a trainer that has one.
+
+        Args:
+            number: of the round, from 0.
+            done: clients that this rank has trained in it.
+            clients: those that it trains in all.
+        """
+        text = f"Round {number + 1}/{self.trainer.max_epochs}, {done}/{clients} clients"
+        match self.trainer.progress_bar_callback:
+            case RichProgressBar(progress=bar, train_progress_bar_id=task) if bar is not None and task is not None:
+                bar.update(task, description=text)
+                bar.refresh()
+            case TQDMProgressBar() as callback if callback.is_enabled:
+                callback.train_progress_bar.set_description(text)
 
     def _zeros(self, clients: int, shape: tuple[int, ...]) -> Tensor:
         rows = clients if self.strategy.stacked else 1
@@ -263,7 +310,7 @@ class FedHPro(LightningModule):
         self._tally = None
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Count right answers, by domain."""
+        """Count right answers, by domain and by the client that holds the image out."""
         self._count(batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -276,13 +323,17 @@ class FedHPro(LightningModule):
             raise ValueError(f"the data have a class {batch.label.max()}, num_classes is {logits.shape[1]}: set it")
         if self._tally is None:
             self._domain_names = batch.domain_names
-            self._tally = torch.zeros(3, len(batch.domain_names), device=self.device, dtype=torch.double)
+            columns = len(batch.domain_names) + batch.clients
+            self._tally = torch.zeros(3, columns, device=self.device, dtype=torch.double)
         rows = [
             F.cross_entropy(logits, batch.label, reduction="none"),
             (logits.argmax(1) == batch.label).float(),
             torch.ones_like(logits[:, 0]),
         ]
-        self._tally.index_add_(1, batch.domain, torch.stack(rows).double())
+        rows = torch.stack(rows).double()
+        self._tally.index_add_(1, batch.domain, rows)
+        owned = batch.client >= 0
+        self._tally.index_add_(1, len(batch.domain_names) + batch.client[owned], rows[:, owned])
 
     def on_validation_epoch_end(self) -> None:
         """Log them."""
@@ -295,12 +346,16 @@ class FedHPro(LightningModule):
     def _log_tally(self, stage: str) -> None:
         if self.trainer.world_size > 1:
             dist.all_reduce(self._tally)
-        loss, right, count = self._tally
+        domains = len(self._domain_names)
+        loss, right, count = self._tally[:, :domains]
         rows = {"loss": loss.sum() / count.sum(), "accuracy": right.sum() / count.sum()}
-        if len(self._domain_names) > 1:
+        if domains > 1:
             each = right / count
             rows |= {f"accuracy_{name}": each[i] for i, name in enumerate(self._domain_names)}
             rows["accuracy_domain_mean"] = each.mean()
+        if self.log_clients:
+            _, right, count = self._tally[:, domains:]
+            rows |= {f"accuracy_client_{k}": right[k] / count[k] for k in count.nonzero().flatten().tolist()}
         for name, value in rows.items():
             self.log(f"{stage}/{name}", value.float(), prog_bar=name == "accuracy", sync_dist=True)
 

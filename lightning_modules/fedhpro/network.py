@@ -1,7 +1,8 @@
 """Networks of the clients. Each returns features and logits: `z, logits = network(images)`.
 
 A network of your own needs that `forward`, a `classifier` (`nn.Linear`, whose `in_features` is d) and logits
-that are `classifier(z)`; FedHPro's class gradients are taken at that head.
+that are `classifier(z)`; FedHPro's class gradients are taken at that head. If it names the types of its blocks in
+`block_types`, FSDP2 shards and gathers it block by block instead of as a whole.
 """
 
 from importlib import import_module
@@ -52,6 +53,8 @@ class ResNet10(nn.Module):
         width: Channels of the first stage; d is 8 times that.
         norm: `"bn"` as released, or `"gn"`.
     """
+
+    block_types = (BasicBlock,)
 
     def __init__(
         self, num_classes: int, in_channels: int = 3, width: int = 32, norm: Literal["bn", "gn"] = "bn"

@@ -50,6 +50,8 @@ class FedAvg(nn.Module):
         stacked: The server gets each client's tensors, stacked along a first axis `k`, instead of their sum.
         stateful: Clients keep `client_states`, so a client is trained by the same rank in every round.
         sharded: Whether the clients' models may be sharded (FSDP2), so that no parameter is read outside `forward`.
+        together: Whether clients may be trained together (`clients.train_together`): `penalty` reads no parameter
+            either, and does the same whatever the values in the batch.
         client_states: What clients keep between their rounds, by client id, on the CPU.
     """
 
@@ -58,6 +60,7 @@ class FedAvg(nn.Module):
     stacked: bool = False
     stateful: bool = False
     sharded: bool = True
+    together: bool = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,6 +143,7 @@ class FedProx(FedAvg):
     """
 
     sharded = False
+    together = False
 
     def __init__(self, mu: float = 0.01) -> None:
         super().__init__()
@@ -171,6 +175,7 @@ class Moon(FedAvg):
 
     stateful = True
     sharded = False
+    together = False
 
     def __init__(self, mu: float = 5.0, tau: float = 0.5) -> None:
         super().__init__()
@@ -257,6 +262,7 @@ class FPL(FedAvg):
 
     shared = ("clusters", "cluster_labels", "unbiased", "known")
     stacked = True
+    together = False
 
     def __init__(self, tau: float = 0.02) -> None:
         super().__init__()
@@ -661,6 +667,7 @@ class AveragedPrototypes(HyperPrototypes):
     """
 
     shared = ("hyper_prototypes", "known")
+    together = False
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "steps": 0, "per_class": 1, "init_std": 0.0})

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_modules.fedhpro.averaging import assign, flatten, unflatten, weighted_average
+from lightning_modules.fedhpro.averaging import alike, assign, flatten, unflatten, weighted_average
 
 
 def test_average_of_a_reused_model_is_not_its_last_state():
@@ -62,3 +62,9 @@ def test_every_client_has_one_rank_and_the_load_is_even(sizes, ranks):
 
 def test_assignment_does_not_depend_on_the_order_of_the_clients():
     assert assign({0: 5, 1: 3, 2: 5}, 2) == assign({2: 5, 1: 3, 0: 5}, 2)
+
+
+def test_alike_groups_equal_sizes():
+    groups = alike({3: 5, 0: 7, 2: 5, 9: 5, 4: 7}, 2)
+    assert groups == [[3, 2], [9], [0, 4]]
+    assert alike({3: 5, 0: 5}, 1) == [[3], [0]] and alike({}, 4) == []

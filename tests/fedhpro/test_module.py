@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 
 from lightning_modules import FedHPro
 from lightning_modules.fedhpro.averaging import weighted_average
@@ -50,6 +50,57 @@ def test_zero_weights_equal_fedavg_exactly(strategy, args):
     assert torch.equal(toys.weights(plain), toys.weights(ours))
     learned, _ = fit(strategy=strategy)
     assert not torch.equal(toys.weights(plain), toys.weights(learned))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rounds"), [("HyperPrototypes", 1), ("FedTGP", 2), ("HyperPrototypes with GN", 1)]
+)
+def test_clients_trained_together_equal_one_by_one(strategy, rounds):
+    """Five clients of 40, 39, 39, 39, 39 images: one alone, then two and two."""
+    data = {"clients": 5, "partition": "even", "train_size": 218}
+    options = {"local_optimizer": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9), "lr": None}
+    if strategy.endswith("GN"):
+        options |= {"network": "ResNet10", "network_args": {"in_channels": 1, "width": 4, "norm": "gn"}}
+    strategy = strategy.split()[0]
+    one, first = fit(rounds, toys.data(**data), strategy=strategy, **options)
+    together, second = fit(rounds, toys.data(**data), strategy=strategy, clients_together=2, **options)
+    assert sorted(len(p) for p in first.datamodule.parts) == [39, 39, 39, 39, 40]
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(together.state_dict()[name], value, atol=1e-5, rtol=1e-5)
+    start = toys.module(strategy, **options)
+    assert (toys.weights(one) - toys.weights(start)).abs().max() > 1e-3
+    for name, value in first.logged_metrics.items():
+        assert float(second.logged_metrics[name]) == pytest.approx(float(value), abs=1e-3), name
+
+
+def test_what_cannot_be_trained_together_is_refused():
+    batchnorm = {"network": "ResNet10", "network_args": {"in_channels": 1, "width": 4}}
+    for strategy, options, message in (
+        ("FedAvg", batchnorm, "clients with BatchNorm cannot be trained together"),
+        ("FedProx", {}, "FedProx cannot train clients together"),
+        ("AveragedPrototypes", {}, "AveragedPrototypes cannot train"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            toys.module(strategy, clients_together=2, **options)
+    with pytest.raises(ValueError, match="clients_together is 0"):
+        toys.module("FedAvg", clients_together=0)
+
+
+def test_the_progress_bar_shows_round_and_clients(monkeypatch):
+    shown = []
+    for bar in (RichProgressBar(), TQDMProgressBar()):
+        trainer = toys.trainer(2, enable_progress_bar=True, callbacks=[bar])
+        model = toys.module("FedAvg")
+
+        def progress(number, done, clients, bar=bar, model=model):
+            FedHPro.progress(model, number, done, clients)
+            tasks = bar.progress.tasks[bar.train_progress_bar_id] if isinstance(bar, RichProgressBar) else None
+            shown.append(tasks.description if tasks else bar.train_progress_bar.desc)
+
+        monkeypatch.setattr(model, "progress", progress)
+        trainer.fit(model, toys.data())
+    texts = [f"Round {r}/2, {k}/4 clients" for r in (1, 2) for k in (1, 2, 3, 4)]
+    assert [text.removesuffix(": ") for text in shown] == texts * 2
 
 
 @pytest.mark.parametrize("head", ["received", "new"])
@@ -126,6 +177,16 @@ def test_log_names_and_traffic():
     assert 0 < rows["train/hyper_prototype_move"] < 1 and rows["train/margin"] > 0
     assert {"train/loss", "train/accuracy", "train/accuracy_client_3", "val/loss", "val/accuracy"} <= rows.keys()
     assert 0 <= rows["train/accuracy_client_3"] <= 1
+
+
+def test_held_out_accuracy_of_each_client():
+    data = toys.data(val_fraction=0.3)
+    model, trainer = fit(2, data)
+    (batch,) = data.val_dataloader()
+    right = (model.eval()(batch.image).argmax(1) == batch.label).float()
+    for k in range(4):
+        logged = trainer.callback_metrics[f"val/accuracy_client_{k}"]
+        assert float(logged) == pytest.approx(float(right[batch.client == k].mean()))
 
 
 def test_batchnorm_statistics_are_averaged():

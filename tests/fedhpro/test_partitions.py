@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from datamodules.partitions import (
     by_domain,
+    deal_held_out,
     dirichlet,
     dirichlet_balanced,
     even,
@@ -80,3 +81,14 @@ def test_impossible_partitions_say_so():
     with pytest.raises(ValueError, match="raise alpha"), warnings.catch_warnings():
         warnings.simplefilter("error")
         dirichlet_balanced(np.zeros(100, dtype=int), 10, 0.001, 0)
+
+
+def test_held_out_images_go_to_clients_that_hold_their_kind():
+    clients = [np.array([0] * 30 + [1] * 10), np.array([1] * 30), np.array([], int)]
+    kinds = np.array([0] * 50 + [1] * 400 + [2] * 5)
+    owner = deal_held_out(kinds, clients, 0)
+    assert (owner[kinds == 0] == 0).all() and (owner[kinds == 2] == -1).all()
+    shares = np.bincount(owner[kinds == 1], minlength=3) / 400
+    assert shares[2] == 0 and 0.18 < shares[0] < 0.32  # a quarter expected, 3 standard deviations
+    assert np.array_equal(owner, deal_held_out(kinds, clients, 0))
+    assert not np.array_equal(owner, deal_held_out(kinds, clients, 1))

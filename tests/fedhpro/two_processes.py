@@ -12,6 +12,7 @@ DDP = {
     "fedhpro": ("HyperPrototypes", {}, {}),
     "one client": ("HyperPrototypes", {}, {"clients": 1}),  # the second rank has nothing to train
     "fpl": ("FPL", {}, {"clients": 5, "participation": 0.6}),
+    "together": ("HyperPrototypes", {"clients_together": 2}, {"clients": 5, "partition": "even"}),
     "moon": ("Moon", {}, {"clients": 5, "participation": 0.6}),
     "batchnorm": (
         "FedAvg",
@@ -21,6 +22,11 @@ DDP = {
 }
 FSDP2 = {
     "sharded fedhpro": ("HyperPrototypes", {"local_batch_size": 8}, {"clients": 3}),
+    "sharded by blocks": (
+        "HyperPrototypes",
+        {"network": "ResNet10", "network_args": {"in_channels": 1, "width": 4, "norm": "gn"}, "local_batch_size": 8},
+        {"clients": 2, "train_size": 60},
+    ),
     "sharded fpl": ("FedTGP", {"local_batch_size": 8}, {"clients": 3}),
 }
 
