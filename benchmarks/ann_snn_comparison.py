@@ -28,7 +28,7 @@ from lightning_modules.ann_snn.conversion import convert, simulate
 
 RESULTS = Path(__file__).parent / "results" / "ann_snn"
 TIME_STEPS = [1, 2, 4, 8, 16, 32, 64]
-IMAGES = {8: None, 32: 5000, 64: 2000}  # up to T = 8 on all test images, up to 32 and 64 on the first of them
+IMAGES = {8: None, 32: 5000, 64: 2000}  # up to T = 8 on all test images, up to 32 and 64 on the first batches of them
 LAYER = {"conversion": "layer", "percentile": 99.9}  # the paper's start
 CHANNEL = {"conversion": "channel", "half_threshold": True}  # the strong start; percentiles chosen on validation images
 DISTIL = {"alpha": 1.0, "beta": 0.9, "train_threshold": True, "train_v0": True}  # no cross-entropy: the same
@@ -200,9 +200,9 @@ def table(options: argparse.Namespace) -> None:
     for path in sorted(folder.glob("*.json")):
         rows.setdefault(path.stem.split("-seed")[0], []).append(json.loads(path.read_text()))
     ann = bits(rows["ann"][0], 0)
-    n = {t: (ann[: IMAGES[t]].size, 100 * ann[: IMAGES[t]].mean()) for t in IMAGES}
-    print("ANN " + ", ".join(f"{accuracy:.2f} % on the {k} test images of T <= {t}" for t, (k, accuracy) in n.items()))
     opened = [name for name in OPEN_LOOP if name in rows]
+    n = {t: rows[opened[0]][0]["test"]["images"][str(t)] for t in IMAGES}
+    print("ANN " + ", ".join(f"{100 * ann[:k].mean():.2f} % on the {k} test images of T <= {t}" for t, k in n.items()))
     best = {t: max(opened, key=lambda name, t=t: rows[name][0]["test"]["accuracy"][str(t)]) for t in (8, 32)}
     print(f"Strongest open loop at T = 8: {best[8]}, at T = 32: {best[32]}\n")
     print("| network | seeds | " + " | ".join(f"T = {t}" for t in TIME_STEPS), end=" | ")
