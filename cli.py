@@ -3,6 +3,7 @@
 A thin LightningCLI. What the extra subcommands do lives in the folders they are about.
 """
 
+import errno
 import logging
 import os
 import re
@@ -27,6 +28,7 @@ HELP = f"""usage: fulgurite COMMAND [options]
   test      on test data:        fulgurite test -c RUN/config.yaml --ckpt_path RUN/checkpoints/last.ckpt
   predict   on your files:       fulgurite predict -c RUN/config.yaml --ckpt_path RUN/checkpoints/last.ckpt
 {"".join(f"  {name:9} {text}" + chr(10) for name, (_, _, text) in EXTRA_COMMANDS.items())}
+fit --dry_run prints parameters, memory and shapes, and trains nothing.
 -c takes a file or the name of a shipped config, and may be given again: later values win.
 `fulgurite fit --model.help CLASS` and `--data.help CLASS` explain a method's and a data module's options,
 `fulgurite fit --help` all the rest. `fulgurite --version` prints the version.
@@ -48,6 +50,9 @@ def main(args: list[str] | None = None) -> None:
             return getattr(import_module(module), function)(args[1:])
         run(args)
     except (ValueError, OSError, ImportError) as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            run_folder = os.environ.get("FULGURITE_RUN", "")
+            error = OSError(f"the disk is full, or may hold no larger file ({error}): the run was {run_folder}")
         fail(error)
     except Exception as error:  # from libraries: recognised by name, so that nothing is imported to say no
         known = type(error).__name__ in ("ArgumentError", "MisconfigurationException", "UnpicklingError")
@@ -87,6 +92,7 @@ def concise(message: str) -> str:
 def run(args: list[str]) -> None:
     """`fit`, `validate`, `test` and `predict`."""
     from configs import checked, find
+    from lightning_modules.memory import keep_freed_memory
 
     commands = ("fit", "validate", "test", "predict")
     if args[0] not in commands:
@@ -103,6 +109,7 @@ def run(args: list[str]) -> None:
                 args[i] = f"{option}={checked(find(value))}"
             elif i + 1 < len(args):
                 args[i + 1] = str(checked(find(args[i + 1])))
+    keep_freed_memory()
     front_door()(args)
 
 
@@ -146,6 +153,11 @@ def front_door() -> type:
                 help="Where the run is filed: <default_root_dir or runs>/<name>/<time>. Default: folder and name of "
                 "the first config.",
             )
+            parser.add_argument(
+                "--dry_run",
+                action="store_true",
+                help="Prepare the data and print parameters, memory and the shapes of a batch; train nothing.",
+            )
 
         def parse_arguments(self, parser, args) -> None:
             self.config = parser.parse_args(args)
@@ -180,9 +192,13 @@ def front_door() -> type:
 
         def before_instantiate_classes(self) -> None:
             config = self.config[self.subcommand]
+            if config.dry_run:
+                self.devices = count_devices(config.trainer)
+                on_paper(config)
             check_devices(config.trainer, torch.cuda.is_available())
             config.name = config.name or name_of(config)
             self.to_save = config.clone()
+            self.to_save.pop("dry_run")
             checkpoint = Path(config.ckpt_path) if config.get("ckpt_path") else None
             run = run_folder_of(checkpoint) if checkpoint else None
             run = run or new_run_folder(Path(config.trainer.default_root_dir or "runs"), config.name)
@@ -202,6 +218,14 @@ def front_door() -> type:
                 if isinstance(callback, RunFolder):
                     callback.config = self.to_save
 
+        def _run_subcommand(self, subcommand: str) -> None:
+            if not self.config[subcommand].dry_run:
+                return super()._run_subcommand(subcommand)
+            from lightning_modules.sizes import dry_run
+
+            for line in dry_run(self.trainer, self.model, self.datamodule, self.devices):
+                print(line)
+
     return FrontDoor
 
 
@@ -213,6 +237,23 @@ def name_of(config) -> str:
         return f"{first.resolve().parent.name}/{first.stem}"
     data = config.data.class_path.split(".")[-1] if config.get("data") else "data"
     return f"{config.model.class_path.split('.')[-1]}/{data}"
+
+
+def count_devices(trainer) -> int:
+    """Devices that the trainer's settings ask for; 1 if that is left open."""
+    devices = len(trainer.devices) if isinstance(trainer.devices, list) else trainer.devices
+    return int(devices) * trainer.num_nodes if str(devices).isdigit() else 1
+
+
+def on_paper(config) -> None:
+    """For a dry run: one process on the CPU, no logger, no workers."""
+    simplest = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "logger": False}
+    for name, value in simplest.items():
+        config.trainer[name] = value
+    if not str(config.trainer.precision).endswith("-true"):  # mixed precision keeps its weights in float32
+        config.trainer.precision = "32-true"
+    if config.get("data") and "num_workers" in (config.data.get("init_args") or {}):
+        config.data.init_args.num_workers = 0
 
 
 def listed(value) -> list:

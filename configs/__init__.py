@@ -2,6 +2,7 @@
 
 import sys
 from difflib import get_close_matches
+from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parent
@@ -40,9 +41,11 @@ def checked(path: Path) -> Path:
     import yaml
 
     try:
-        yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no valid YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} has no sections such as model, data and trainer")
     return path
 
 
@@ -52,14 +55,21 @@ def description(name: str) -> str:
         return file.readline().lstrip("# ").strip()
 
 
+def title(group: str) -> str:
+    """What a folder of configs is about: the heading of the method's card, or what overlays are for."""
+    if group in OVERLAYS:
+        return "overlays, for a second -c"
+    with (ROOT.parent / "lightning_modules" / group / "README.md").open() as file:
+        return file.readline().lstrip("# ").strip()
+
+
 def main(args: list[str]) -> None:
-    """`fulgurite configs [TEXT]`: every shipped config, or those whose name holds TEXT, with what it does."""
+    """`fulgurite configs [TEXT]`: the shipped configs by method, or those whose name holds TEXT."""
     if args and args[0].startswith("-"):
         sys.stdout.write("usage: fulgurite configs [TEXT]: every shipped config, or those whose name holds TEXT\n")
         return
     shown = [n for n in names() if all(a in n for a in args)]
     width = max(map(len, shown), default=0)
-    for i, name in enumerate(shown):
-        if i and name.split("/")[0] != shown[i - 1].split("/")[0]:
-            sys.stdout.write("\n")
-        sys.stdout.write(f"{name:{width}}  {description(name)}\n")
+    for group, members in groupby(shown, lambda name: name.split("/")[0]):
+        sys.stdout.write(f"{group}: {title(group)}\n")
+        sys.stdout.writelines(f"  {name:{width}}  {description(name)}\n" for name in members)

@@ -223,7 +223,7 @@ def read_checkpoint(path: Path, keys: Iterable[str] | None = None) -> dict[str, 
         if "GLOBAL" in reason or "Trying to" in reason or "Unsupported class" in reason:
             raise ValueError(f"checkpoint {path} would execute code on load; refused") from None
         raise ValueError(f"checkpoint {path} cannot be read: {reason}") from None
-    except (RuntimeError, EOFError) as error:
+    except (RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from None
     if not isinstance(content, dict):
         raise ValueError(f"checkpoint {path} holds a {type(content).__name__}, not a checkpoint")

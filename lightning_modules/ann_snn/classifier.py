@@ -56,8 +56,10 @@ class ImageClassifier(LightningModule):
                 load_weights(self.network, self.hparams["weights"])
             data: Any = self._trainer and self.trainer.datamodule
             if hasattr(data, "calibration_dataloader"):
-                image = next(iter(data.calibration_dataloader()))[0]
-                check_data(self.network, image, len(getattr(data, "classes", ())))
+                with torch.device("cpu"):  # where images are made, also when the network is built on the meta device
+                    image = next(iter(data.calibration_dataloader()))[0]
+                device = next(self.network.parameters()).device
+                check_data(self.network, image.to(device), len(getattr(data, "classes", ())))
         shard(self.network, self.block_types, self.device_mesh)
 
     def forward(self, image: Tensor) -> Tensor:

@@ -201,18 +201,19 @@ class AnnSnn(LightningModule):
     def configure_model(self) -> None:
         """Convert, or build the structure that a checkpoint will fill; shard under FSDP2. Runs once."""
         if self._trainer is not None and self.student is None:
-            loader = self._calibration_loader()
             start = self.trainer.ckpt_path or self.hparams["init_from"]
             device = self.trainer.strategy.root_device
             if start:
-                few = [_image(b).to(device) for b in islice(loader, self.hparams["weight_batches"])]
-                self._build_empty(list(few[0].shape[1:]))
+                with torch.device("cpu"):  # a conversion looks at values, which the meta device does not have
+                    batches = islice(self._calibration_loader(), self.hparams["weight_batches"])
+                    few = [_image(b).to(device) for b in batches]
+                    self._build_empty(list(few[0].shape[1:]))
                 if not self.trainer.ckpt_path:
                     self.load_weights_from(Path(start))
                     self.to(device)
                     self.layer_weights = self._measure_all_weights(few)
             else:
-                self.convert_with(loader, device)
+                self.convert_with(self._calibration_loader(), device)
         if self.student is not None and self.device_mesh is not None:
             shard(self.teacher, self.block_types, self.device_mesh)
             # recomputing a piece needs the weights that its forward pass used: gather all of them once per step then

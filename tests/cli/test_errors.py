@@ -1,9 +1,14 @@
 """Errors a user will make: one line that names the culprit, exit code 2, no traceback, nothing half-written."""
 
-import os
+import io
+import json
 import pickle
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,16 +33,114 @@ def sharded(folder, meta, lr=0.1):
     import torch.distributed.checkpoint as dcp
 
     dcp.save({"state_dict": {"w": torch.zeros(2)}, "optimizer_0": {"lr": lr}}, checkpoint_id=folder)
-    torch.save(meta, Path(folder) / "meta.pt")
+    torch.save(meta, folder / "meta.pt")
 
 
-def sharded_bomb_in_a_rank(folder):
-    """The metadata is harmless; an entry of a rank's file that is not a tensor would execute code."""
-    sharded(folder, {}, lr=Bomb())
+def arrays(path, **changes):
+    images, labels = np.zeros((20, 8, 8), dtype=np.uint8), np.arange(20) % 10
+    known = {"train_images": images, "train_labels": labels, "test_images": images, "test_labels": labels} | changes
+    np.savez(path, **{name: array for name, array in known.items() if array is not None})
 
 
-def checkpoint_of_another_class(path):
-    torch.save({"state_dict": {}, "hyper_parameters": {"_class_path": "lightning_modules.AnnSnn"}}, path)
+def not_a_number(path):
+    from tests.focal_policy.test_robots import episodes, write_hdf5
+
+    data = episodes()
+    data[3][0][7, 2] = float("nan")
+    write_hdf5(path, data)
+
+
+def graph(path, edges):
+    path.mkdir()
+    (path / "nodes.csv").write_text("id,label,a\n" + "".join(f"n{i},{i % 2},{i}\n" for i in range(20)))
+    (path / "edges.csv").write_text("source,target\n" + edges)
+
+
+def picture(path):
+    for part in ("train", "test"):
+        (path / part / "cat").mkdir(parents=True)
+        for i in range(4):
+            (path / part / "cat" / f"{i}.png").write_bytes(b"not a picture")
+
+
+LIGHTNING = {"pytorch-lightning_version": "2.6.6", "hyper_parameters": {}}
+REST = {"epoch": 0, "global_step": 0, "loops": {}, "callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
+ANOTHER = {"state_dict": {}, "hyper_parameters": {"_class_path": "lightning_modules.AnnSnn"}}
+FILES = {  # made where the command names them
+    "file": lambda p: p.write_text(""),
+    "bad.ckpt": lambda p: p.write_bytes(b"not a checkpoint"),
+    "cut.ckpt": lambda p: (torch.save({"w": torch.zeros(5000)}, p), p.write_bytes(p.read_bytes()[:9000])),
+    "list.ckpt": lambda p: torch.save([torch.zeros(2)], p),
+    "bomb.ckpt": lambda p: torch.save({"state_dict": Bomb()}, p, pickle_protocol=2),
+    "bomb": sharded_bomb,
+    # the metadata is harmless; an entry of a rank's file that is not a tensor would execute code
+    "bomb_in_rank": lambda p: sharded(p, {}, lr=Bomb()),
+    "other.ckpt": lambda p: torch.save(ANOTHER, p),
+    "weights.pt": lambda p: torch.save({"w": torch.zeros(2)}, p),
+    "misfit.ckpt": lambda p: torch.save({"state_dict": {"w": torch.zeros(2)}, **LIGHTNING, **REST}, p),
+    "sharded": lambda p: sharded(p, LIGHTNING),
+    "empty_folder": Path.mkdir,
+    "broken.yaml": lambda p: p.write_text("model: [unclosed"),
+    "empty.yaml": lambda p: p.write_text(""),
+    "list.yaml": lambda p: p.write_text("- 1\n- 2\n"),
+    "typing.yaml": lambda p: p.write_text("modle: {class_path: lightning_modules.AnnSnn}\n"),
+    "binary.yaml": lambda p: p.write_bytes(bytes(range(128, 256))),
+    "broken.npz": lambda p: p.write_bytes(b"not an archive"),
+    "float.npz": lambda p: arrays(p, train_images=np.full((20, 8, 8), np.nan)),
+    "short.npz": lambda p: arrays(p, test_labels=np.arange(3)),
+    "unlabelled.npz": lambda p: arrays(p, train_labels=None),
+    "new_class.npz": lambda p: arrays(p, test_labels=np.arange(20)),
+    "broken_pictures": picture,
+    "nan.hdf5": not_a_number,
+    "line.jsonl": lambda p: p.write_text('{"text": "one"}\nnot JSON\n'),
+    "silent.jsonl": lambda p: p.write_text(json.dumps({"audio": "gone.wav", "text": "one"}) + "\n"),
+    "strange_edges": lambda p: graph(p, "n0,n99\n"),
+    "flat.pt": lambda p: torch.save({"w": torch.zeros(2)}, p),
+}
+GRAPH, SPEECH = ["fit", "-c", "graph_pfn/karate"], ["fit", "-c", "most/spoken_digits"]
+CLIENTS, VIDEO = ["fit", "-c", "fedhpro/digits"], ["fit", "-c", "dyn_vpp/metaworld_base"]
+
+
+@contextmanager
+def no_network() -> Iterator[None]:
+    """Nothing can be reached."""
+
+    def urlopen(*args, **kwargs):
+        raise OSError("no network")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("urllib.request.urlopen", urlopen)
+        yield
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """The connection breaks in the middle of a download."""
+
+    class Broken(io.BytesIO):
+        length = 170_000_000
+        headers: dict = {}  # noqa: RUF012
+        url = "https://example.org/data"
+
+        def read(self, size=-1):
+            if self.tell():
+                raise ConnectionResetError("the peer hung up")
+            return super().read(size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("urllib.request.urlopen", lambda *args, **kwargs: Broken(b"x" * 5000))
+        yield
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file can grow beyond 20 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 CASES = {
@@ -84,37 +187,68 @@ CASES = {
         ["fit", "-c", "ann_snn/digits", "--model.weights", "null", "--model.network_args", "{classes: 3}"],
         "the data have 10 classes",
     ),
-    "no network": ([*FIT, "--data.source", "cifar10"], "cannot be downloaded"),
+    "no network": ([*FIT, "--data.source", "cifar10"], "cannot be downloaded", no_network),
+    "interrupted download": ([*FIT, "--data.source", "cifar10"], "cannot be downloaded", interrupted),
+    "data folder is a file": ([*FIT, "--data.source", "cifar10", "--data.data_dir", "file"], "file", no_network),
+    "full disk": ([*FIT, "-c", "trainer/smoke"], "disk is full", full_disk),
     "broken yaml": (["fit", "-c", "broken.yaml"], "broken.yaml"),
+    "config without content": (["fit", "-c", "empty.yaml"], "empty.yaml has no sections"),
+    "config that is a list": (["fit", "-c", "list.yaml"], "list.yaml has no sections"),
+    "config with a mistyped key": ([*FIT, "-c", "typing.yaml"], "modle"),
+    "config that is no text": (["fit", "-c", "binary.yaml"], "binary.yaml is no valid YAML"),
+    "config that is a folder": (["fit", "-c", "empty_folder"], "empty_folder"),
+    "config without a name": (["fit", "-c"], "-c"),
+    "half a checkpoint": ([*FIT, "--ckpt_path", "cut.ckpt"], "cut.ckpt cannot be read"),
+    "checkpoint that is a list": ([*FIT, "--ckpt_path", "list.ckpt"], "list.ckpt holds a list"),
+    "checkpoint that is an empty folder": ([*FIT, "--ckpt_path", "empty_folder"], "no sharded checkpoint"),
+    "consolidate an empty folder": (["consolidate", "empty_folder"], "no sharded checkpoint"),
+    "consolidate onto a file": (["consolidate", "sharded", "--output", "file"], "file exists already"),
+    "images that are no bytes": ([*FIT, "--data.source", "float.npz"], "train_images is float64"),
+    "fewer labels than images": ([*FIT, "--data.source", "short.npz"], "test_labels needs one class number"),
+    "images without labels": ([*FIT, "--data.source", "unlabelled.npz"], "no array 'train_labels'"),
+    "class that training lacks": ([*FIT, "--data.source", "new_class.npz"], "test_labels has class 19"),
+    "unreadable picture": (
+        [*FIT, "--data.source", "broken_pictures", "--data.batch_size", "2", "--data.channels", "1"],
+        ".png cannot be read as an image",
+    ),
+    "folder of pictures without train": ([*FIT, "--data.source", "empty_folder"], "has no folder train/"),
+    "number out of range": (["fit", "-c", "ann_snn/digits", "--model.alpha", "2"], "alpha 2.0 is outside [0, 1]"),
+    "no time steps": (["fit", "-c", "ann_snn/digits", "--model.time_steps", "0"], "must be at least 1"),
+    "negative epochs": ([*FIT, "--trainer.max_epochs", "-5"], "max_epochs"),
+    "too many batches": ([*FIT, "--trainer.limit_train_batches", "2.5"], "limit_train_batches"),
+    "unknown precision": ([*FIT, "--trainer.precision", "7"], "precision"),
+    "seed that is a word": ([*FIT, "--seed_everything", "many"], "seed_everything"),
+    "unknown accelerator": ([*FIT, "--trainer.accelerator", "bogus"], "bogus"),
+    "not a number in a recording": (
+        ["fit", "-c", "focal_policy/recordings", "--data.source", "nan.hdf5"],
+        "state of demo_3 is not finite in frame 7",
+    ),
+    "manifest with a broken line": ([*SPEECH, "--data.source", "line.jsonl"], "line 2"),
+    "manifest with a missing file": ([*SPEECH, "--data.source", "silent.jsonl"], "gone.wav"),
+    "edge to an unknown node": ([*GRAPH, "--data.source", "strange_edges"], "joins node 'n99'"),
+    "graph file without a graph": ([*GRAPH, "--data.source", "flat.pt"], "flat.pt"),
+    "more than all nodes": ([*GRAPH, "--data.train_fraction", "2"], "train_fraction 2.0"),
+    "weights of another layout": ([*GRAPH, "--model.init_from", "weights.pt"], "weights.pt"),
+    "more clients than images": ([*CLIENTS, "--data.clients", "5000"], "5000 clients"),
+    "nobody takes part": ([*CLIENTS, "--data.participation", "0.01"], "selects nobody"),
+    "unknown federated strategy": ([*CLIENTS, "--model.strategy", "FedSomething"], "FedSomething"),
+    "missing videos": ([*VIDEO, "--data.source", "nowhere"], "nowhere"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refusal(case, tmp_path, capsys, monkeypatch):
-    args, message = CASES[case]
-    Path("file").write_text("")
-    Path("bad.ckpt").write_bytes(b"not a checkpoint")
-    Path("broken.npz").write_bytes(b"not an archive")
-    Path("broken.yaml").write_text("model: [unclosed")
-    torch.save({"state_dict": Bomb()}, "bomb.ckpt", pickle_protocol=2)
-    sharded_bomb(Path("bomb"))
-    sharded_bomb_in_a_rank("bomb_in_rank")
-    checkpoint_of_another_class("other.ckpt")
-    lightning = {"pytorch-lightning_version": "2.6.6", "hyper_parameters": {}}
-    torch.save({"w": torch.zeros(2)}, "weights.pt")
-    rest = {"epoch": 0, "global_step": 0, "loops": {}, "callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
-    torch.save({"state_dict": {"w": torch.zeros(2)}, **lightning, **rest}, "misfit.ckpt")
-    sharded("sharded", lightning)
-
-    def no_network(*args, **kwargs):
-        raise OSError("no network")
-
-    monkeypatch.setattr("urllib.request.urlopen", no_network)
-    before = set(os.listdir())
-    line = refusal(args, capsys)
+def test_refusal(case, tmp_path, capsys):
+    args, message, *during = CASES[case]
+    made = [name for name in FILES if name in args]
+    for name in made:
+        FILES[name](Path(name))
+    before = set(tmp_path.rglob("*"))
+    with during[0]() if during else nullcontext():
+        line = refusal(args, capsys)
     assert message in line
-    left = {p for p in set(os.listdir()) - before if any(Path(p).rglob("*")) and Path(p).name != "data"}
-    assert not any(f for p in left for f in Path(p).rglob("*") if f.is_file())
+    left = {p.name for p in set(tmp_path.rglob("*")) - before if p.is_file()}
+    # a run whose disk is full has begun; what it wrote is whole
+    assert left <= ({"config.yaml", "metrics.csv"} if case == "full disk" else set())
     assert not Path("executed").exists()
 
 
