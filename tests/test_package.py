@@ -34,3 +34,11 @@ def test_importing_one_method_loads_no_other():
         "heavy = {'diffusers', 'torch_geometric', 'mujoco', 'flwr'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.long
+def test_startup_adds_little_to_the_imports():
+    """From `fulgurite fit` to the first step: under 3 seconds of CPU more than torch and lightning take to import."""
+    from benchmarks.startup import FIT, IMPORTS, cpu_seconds
+
+    assert min(cpu_seconds(FIT) - cpu_seconds(IMPORTS) for _ in range(2)) < 3

@@ -1,0 +1,138 @@
+"""Every shipped config: with every overlay it parses, and offline it really runs all four commands.
+
+Both lists come from the folder: a new config is covered without writing a test. One that needs something that is not
+there is named in `NEEDS`; what makes one small enough is named by its data module in `SMALL`.
+"""
+
+import json
+from itertools import cycle, islice
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonargparse import ArgumentParser
+
+import cli
+import configs
+from tests.helpers import newest_run
+
+METHODS = [name for name in configs.names() if name.split("/")[0] not in configs.OVERLAYS]
+OVERLAYS = {
+    kind: [name for name in configs.names() if name.startswith(f"{kind}/")]
+    for kind in ("strategy", "logger", "trainer")
+}
+
+
+class _GotIt(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def parser() -> ArgumentParser:
+    """The front door's own parser, made once."""
+    found = []
+
+    class Parse(cli.front_door()):
+        def parse_arguments(self, parser, args) -> None:
+            found.append(parser)
+            raise _GotIt
+
+    with pytest.raises(_GotIt):
+        Parse(["fit"])
+    return found[0]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_config_parses_with_every_overlay(name, parser):
+    """Each overlay once: they touch different keys, so not every pair of them is another case."""
+    rounds = max(map(len, OVERLAYS.values()))
+    for overlays in zip(*(islice(cycle(names), rounds) for names in OVERLAYS.values()), strict=True):
+        files = [part for n in (name, *overlays) for part in ("-c", str(configs.find(n)))]
+        trainer = parser.parse_args(["fit", *files]).fit.trainer
+        for overlay in overlays:
+            for key, value in yaml.safe_load(configs.find(overlay).read_text())["trainer"].items():
+                got = trainer[key.rstrip("+")]
+                if key == "strategy":
+                    assert got.class_path == value["class_path"]
+                elif key == "logger":
+                    assert [x.class_path for x in got] == [x["class_path"] for x in value]
+                elif key == "callbacks+":
+                    assert [x.class_path for x in got][-len(value) :] == [x["class_path"] for x in value]
+                    assert len(got) > len(value), "the config's own callbacks stay"
+                else:
+                    assert got == value, (overlay, key)
+
+
+NEEDS = {  # what is not there offline
+    "ann_snn/cifar10": "CIFAR-10",
+    "ann_snn/cifar10_source": "CIFAR-10",
+    "fedhpro/digit_domains": "MNIST and USPS",
+    "most/spoken_digits_real": "recordings",
+}
+OFFLINE = [name for name in METHODS if name not in NEEDS and not name.split("/")[1].startswith("paper_")]
+EPISODES = {"tasks": ["reach-v3"], "episodes": 3}
+SMALL = {
+    "RobotDemonstrations": EPISODES | {"batch_size": 8},
+    "ExpertVideos": EPISODES | {"test_episodes": 2, "batch_size": 2, "eval_batch_size": 2},
+    "SpeechText": {"made": {"utterances": 100, "words": [1, 2], "unseen_utterances": 20}},
+    "GraphPrior": {"graphs_per_epoch": 16, "validation_graphs": 4},
+    "FederatedImages": {"train_size": 300},
+}
+SMALL_CALLBACKS = {"Rollouts": {"episodes": 2, "max_steps": 20}}
+START = {  # stage 3 of a method starts from stage 2
+    "dyn_vpp/metaworld": ("dyn_vpp/metaworld_base", "init_from"),
+}
+CHEAP = ("ann_snn/digits_source", "graph_pfn/karate")
+
+
+def smaller(name: str, home: Path) -> Path:
+    """The config with less data, which are kept in `home`."""
+    content = yaml.safe_load(configs.find(name).read_text())
+    data = content["data"]
+    kind = data["class_path"].split(".")[-1]
+    data["init_args"] |= SMALL.get(kind, {})
+    if kind in ("RobotDemonstrations", "ExpertVideos", "SpeechText"):
+        data["init_args"]["data_dir"] = str(home / "data")
+    if Path(data["init_args"].get("source", ".")).suffix not in ("", "."):
+        from tests.focal_policy.toys import recording
+
+        home.mkdir(exist_ok=True)
+        data["init_args"]["source"] = str(recording(home))
+    for callback in content["trainer"]["callbacks"]:
+        callback.setdefault("init_args", {}).update(SMALL_CALLBACKS.get(callback["class_path"].split(".")[-1], {}))
+    file = home / name / "config.yaml"
+    file = file.with_name(f"{name.replace('/', '_')}.yaml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def fit(name: str, home: Path) -> Path:
+    """A smoke run; returns its folder. Made once for all tests of this file."""
+    runs = home / name / "runs"
+    if not runs.exists():
+        args = ["fit", "-c", str(smaller(name, home)), "-c", "trainer/smoke", "--trainer.accelerator", "cpu"]
+        if name in START:
+            before, option = START[name]
+            args += [f"--model.{option}", str(fit(before, home) / "checkpoints" / "last.ckpt")]
+        cli.main([*args, "--trainer.enable_progress_bar", "false", "--trainer.default_root_dir", str(runs)])
+    return newest_run(runs)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("matrix")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in CHEAP else pytest.mark.long) for n in OFFLINE])
+def test_every_offline_config_runs(name, home):
+    folder = fit(name, home)
+    config, last = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
+    assert last.is_file()
+    for command in ("validate", "test", "predict"):
+        cli.main([command, "-c", str(config), "--ckpt_path", str(last), "--trainer.enable_progress_bar", "false"])
+    header = (folder / "metrics.csv").read_text().splitlines()[0].split(",")
+    stages = {column.split("/")[0] for column in header if "/" in column}
+    assert {"train", "val", "test"} <= stages, header
+    assert json.loads((folder / "test_metrics.json").read_text())
+    assert list(folder.glob("predictions.*")), "every config writes what it predicts"
