@@ -6,8 +6,8 @@ import os
 import tempfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +73,7 @@ class Row:
         answer: answer to a spoken question.
         answer_audio: file of the spoken answer.
         sample_rate: rate of the file in Hz, if it is to be checked.
+        takes: rows whose audio, one after the other, is that of this one (see `Joining`); never in a file.
     """
 
     audio: str = ""
@@ -85,6 +86,7 @@ class Row:
     answer: str = ""
     answer_audio: str = ""
     sample_rate: int | None = None
+    takes: tuple["Row", ...] = ()
 
 
 # ------------------------------------------------------------------------------------------------- reading
@@ -97,7 +99,7 @@ def read_manifest(path: Path) -> list[Row]:
         ValueError: naming every line that is not a JSON object with `audio` or `text`.
     """
     rows, problems = [], []
-    known = set(Row.__dataclass_fields__)
+    known = set(Row.__dataclass_fields__) - {"takes"}
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -205,6 +207,54 @@ def read_audio(path: str, rate: int, start: float = 0.0, duration: float | None 
     except (soundfile.LibsndfileError, OSError) as error:
         raise ValueError(f"{path} cannot be decoded: {error}") from None
     return audio if native == rate else soxr.resample(audio, native, rate).astype(np.float32)
+
+
+def with_validation(rows: list[Row], fraction: float) -> list[Row]:
+    """Make a part of the training rows validation rows, where a source has declared splits but no validation.
+
+    The part is chosen by a hash of the file's name and of the place in it.
+    """
+    if not any(row.split for row in rows) or any(row.split == "val" for row in rows):
+        return rows
+
+    def held_out(row: Row) -> bool:
+        place = f"{Path(row.audio).name} {row.start}"
+        return row.split == "train" and bool(row.audio) and zlib.crc32(place.encode()) / 2**32 < fraction
+
+    return [replace(row, split="val") if held_out(row) else row for row in rows]
+
+
+@dataclass
+class Joining:
+    """Utterances from recordings of single words: takes of one speaker and of one split, one after the other.
+
+    Attributes:
+        words: fewest and most takes in an utterance.
+        train: number of training utterances; all splits share their utterances evenly among their speakers.
+        val: number of validation utterances.
+        test: number of test utterances.
+        seed: of the draws (with replacement).
+    """
+
+    words: tuple[int, int] = (1, 5)
+    train: int = 4000
+    val: int = 300
+    test: int = 500
+    seed: int = 0
+
+
+def join_takes(rows: list[Row], count: int, joining: Joining) -> list[Row]:
+    """`count` utterances from single words of one split; the recipe fixes the draws, whatever else is random."""
+    rng = np.random.default_rng([joining.seed, count])
+    by_speaker = [[row for row in rows if row.speaker == speaker] for speaker in sorted({r.speaker for r in rows})]
+    utterances = []
+    for i in range(count if rows else 0):
+        own = by_speaker[i % len(by_speaker)]
+        takes = [own[j] for j in rng.integers(0, len(own), rng.integers(joining.words[0], joining.words[1] + 1))]
+        name = "+".join([takes[0].audio, *(Path(take.audio).name for take in takes[1:])])
+        text = " ".join(take.text for take in takes)
+        utterances.append(replace(takes[0], audio=name, text=text, takes=tuple(takes)))
+    return utterances
 
 
 # ------------------------------------------------------------------------------------------- made on the spot
@@ -370,7 +420,11 @@ class Split(Dataset):
         numbers = counter_uniform(self.seed, draw.epoch, draw.items, 5).numpy()
         audio = []
         for item, row, own in zip(draw.items, rows, numbers, strict=True):
-            samples = self._read(row.audio, row.start, row.duration)
+            if row.takes:
+                takes = [_read_take(take.audio, self.sample_rate, take.start, take.duration) for take in row.takes]
+                samples = np.concatenate(takes)
+            else:
+                samples = self._read(row.audio, row.start, row.duration)
             if self.augmentation is not None and len(samples):
                 rng = np.random.default_rng([self.seed, draw.epoch, int(item)])
                 samples = self.augmentation(samples, own[1:], rng)
@@ -395,6 +449,12 @@ class Split(Dataset):
         return read_audio(path, self.sample_rate, start, duration) if path else np.zeros(0, np.float32)
 
 
+@lru_cache(maxsize=4096)
+def _read_take(path: str, rate: int, start: float, duration: float | None) -> np.ndarray:
+    """A recording of one word: short, and part of many utterances, so it is decoded once."""
+    return read_audio(path, rate, start, duration)
+
+
 def pad(audio: list[np.ndarray]) -> tuple[Tensor, Tensor]:
     """Join utterances: float32 `[b, s]` with zeros at the right, and their lengths int64 `[b]`."""
     length = torch.tensor([len(a) for a in audio])
@@ -408,15 +468,17 @@ class SpeechText(LightningDataModule):
     """Utterances with their transcripts.
 
     Rows without a `split` are split by a hash of their text (sentences of validation and test are never
-    trained on), and speakers of `unseen_speakers` are never trained on at all; batches tell which is which. Rows of
-    text alone are only trained on.
+    trained on); where a source declares splits but no `val`, `val_fraction` of its training rows validate. Speakers
+    of `unseen_speakers` are never trained on at all; batches tell which is which. Rows of text alone are only trained
+    on.
 
     Args:
         source: `made` (a corpus made on the spot by espeak-ng, see `made`), a JSONL manifest (`audio`, `text`
             and, if there, `start`, `duration`, `speaker`, `lang`, `split`, `answer`, `answer_audio`,
             `sample_rate`), or a folder of audio with `metadata.csv` or `metadata.jsonl`.
         made: the recipe of the corpus made on the spot.
-        more: further manifests or folders, added to the first.
+        more: further manifests or folders, or `made`, of which only the training rows are used.
+        join: turn the single words of manifests and folders into utterances, or None to leave them as they are.
         data_dir: where made speech is kept.
         sample_rate: rate in Hz to which all audio is brought.
         batch_size: utterances per batch over all ranks together.
@@ -438,6 +500,7 @@ class SpeechText(LightningDataModule):
         source: str = "made",
         made: MadeSpeech | None = None,
         more: list[str] | None = None,
+        join: Joining | None = None,
         data_dir: str = "data",
         sample_rate: int = 16_000,
         batch_size: int = 16,
@@ -454,21 +517,22 @@ class SpeechText(LightningDataModule):
         super().__init__()
         if not (0 < val_fraction < 1 and 0 < test_fraction < 1 and val_fraction + test_fraction < 1):
             raise ValueError(f"val_fraction {val_fraction} and test_fraction {test_fraction} leave nothing to train on")
-        for path in ([] if source == "made" else [source]) + (more or []):
-            if not Path(path).exists():
+        for path in (source, *(more or [])):
+            if path != "made" and not Path(path).exists():
                 raise FileNotFoundError(f"speech source {path!r} is neither a manifest, nor a folder, nor 'made'")
         self.source, self.made, self.more = source, made or MadeSpeech(), more or []
+        self.join = join
         self.data_dir, self.sample_rate, self.batch_size = Path(data_dir), sample_rate, batch_size
         self.val_fraction, self.test_fraction, self.max_seconds = val_fraction, test_fraction, max_seconds
         self.augmentation, self.seed, self.num_workers = augmentation, seed, num_workers
         self.bucket_batches = bucket_batches
         self.predict_source = predict_source
-        made_unseen = self.made.unseen_voices if source == "made" else []
+        made_unseen = self.made.unseen_voices if "made" in (source, *self.more) else []
         self.unseen = set(made_unseen if unseen_speakers is None else unseen_speakers)
 
     def prepare_data(self) -> None:
         """Make the speech if it is to be made and is not there."""
-        if self.source == "made":
+        if "made" in (self.source, *self.more):
             make_speech(self.made, self.data_dir, self.sample_rate)
 
     def setup(self, stage: str | None = None) -> None:
@@ -480,21 +544,39 @@ class SpeechText(LightningDataModule):
     @cached_property
     def _splits(self) -> dict[str, tuple[list[Row], np.ndarray]]:
         rows: list[Row] = []
-        first = make_speech(self.made, self.data_dir, self.sample_rate) if self.source == "made" else Path(self.source)
-        for path in (first, *map(Path, self.more)):
-            rows += read_folder(path) if path.is_dir() else read_manifest(path)
+        origin: list[str] = []
+        for name in (self.source, *self.more):
+            path = make_speech(self.made, self.data_dir, self.sample_rate) if name == "made" else Path(name)
+            own = read_folder(path) if path.is_dir() else read_manifest(path)
+            rows += with_validation(own, self.val_fraction)
+            origin += [name] * len(own)
         seconds = np.array(check_files(rows))
         long = [f"{row.audio} ({s:.1f} s)" for row, s in zip(rows, seconds, strict=True) if s > self.max_seconds]
         if long:
             raise ValueError(f"longer than max_seconds {self.max_seconds:g}, cut them or raise it: {', '.join(long)}")
-        where = np.array([self._split_of(row) for row in rows])
+        where, source = np.array([self._split_of(row) for row in rows]), np.array(origin)
         splits = {}
         for name in ("train", "val", "test"):
-            items = np.flatnonzero(where == name)
+            items = np.flatnonzero((where == name) & ((name == "train") | (source == self.source)))
             if not len(items):
                 raise ValueError(f"no utterance is left for the {name} split of {self.source}")
             splits[name] = ([rows[i] for i in items], seconds[items])
+            if self.join is not None:
+                words = np.array([len(rows[i].text.split()) if rows[i].audio else 0 for i in items])
+                single = (words == 1) & (source[items] != "made")
+                splits[name] = self._joined(splits[name], single, getattr(self.join, name))
         return splits
+
+    def _joined(
+        self, split: tuple[list[Row], np.ndarray], single: np.ndarray, count: int
+    ) -> tuple[list[Row], np.ndarray]:
+        """A split in which utterances stand in place of the rows marked in `single`."""
+        rows, seconds = split
+        length = {rows[i]: seconds[i] for i in np.flatnonzero(single)}
+        utterances = join_takes(list(length), count, self.join)
+        joined = [sum(length[take] for take in row.takes) for row in utterances]
+        kept = [rows[i] for i in np.flatnonzero(~single)]
+        return kept + utterances, np.concatenate([seconds[~single], joined])
 
     def _split_of(self, row: Row) -> str:
         """`train`, `val`, `test`, or nothing for training sentences of unseen speakers.
@@ -506,7 +588,9 @@ class SpeechText(LightningDataModule):
         part = zlib.crc32(row.text.encode()) / 2**32
         by_text = "test" if part < self.test_fraction else "val"
         if row.speaker in self.unseen:
-            return row.split if row.split in ("val", "test") else by_text if part < self._held_out else ""
+            if row.split:
+                return row.split if row.split != "train" else ""
+            return by_text if part < self._held_out else ""
         return row.split or (by_text if part < self._held_out else "train")
 
     @property

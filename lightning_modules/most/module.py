@@ -23,6 +23,7 @@ from lightning_modules.most.balance import (
     segment_load,
     segment_values,
 )
+from lightning_modules.most.discriminators import AdversarialLosses, Discriminators
 from lightning_modules.most.encoders import build_encoder
 from lightning_modules.most.language_model import load_language_model, upcycle
 from lightning_modules.most.moe import MaskPosition, make_modality_aware, moe_blocks
@@ -98,6 +99,9 @@ class MoST(LightningModule):
         vocoder_width: channels of the unit vocoder; 0 has none.
         vocoder_crop: units in the pieces it is trained on.
         vocoder_lr: its learning rate.
+        vocoder_adversarial: weight of the discriminators' loss beside the log-mel distance; 0 has no discriminators.
+            HiFi-GAN's is 1 / 45, with feature matching at twice that.
+        discriminator_width: channels of the discriminators; HiFi-GAN's have 32.
         max_length: longest sequence in tokens.
         max_response: most tokens of a generated response.
         check_shuffled: also transcribe each validation batch with its audio exchanged between utterances.
@@ -133,6 +137,8 @@ class MoST(LightningModule):
         vocoder_width: int = 0,
         vocoder_crop: int = 8,
         vocoder_lr: float = 2e-3,
+        vocoder_adversarial: float = 0.0,
+        discriminator_width: int = 32,
         max_length: int = 2048,
         max_response: int = 500,
         check_shuffled: bool = False,
@@ -153,6 +159,7 @@ class MoST(LightningModule):
         self.network: SpeechTextModel | None = None
         self.vocoder: UnitVocoder | None = None
         self.durations: DurationPredictor | None = None
+        self.discriminators: Discriminators | None = None
         self.scores = nn.ModuleDict({name: metric() for name, metric in SCORES.items()})
 
     # ------------------------------------------------------------------------------------------------ building
@@ -205,6 +212,7 @@ class MoST(LightningModule):
             self.vocoder = UnitVocoder(h.num_units, self.units.hash, self.encoder.samples_per_frame, h.vocoder_width)
             self.durations = DurationPredictor(h.num_units) if h.deduplicate else None
             self.mel_loss = MelLoss()
+            self.discriminators = Discriminators(h.discriminator_width) if h.vocoder_adversarial else None
         self.prompts = PromptBuilder(tokenizer, layout, h.max_length)
         self.expert_load = torch.zeros(len(moe_blocks(language_model)), 2, config.num_experts)
         self.hparams["architecture"] = {
@@ -218,7 +226,7 @@ class MoST(LightningModule):
         if self.init_from is not None:
             self._load_weights(Path(self.init_from))
         shard(self.network, {type(layer) for layer in language_model.model.layers}, self.device_mesh)
-        for part in (self.vocoder, self.durations):
+        for part in (self.vocoder, self.durations, self.discriminators):
             if part is not None:
                 shard(part, (), self.device_mesh)
 
@@ -266,6 +274,8 @@ class MoST(LightningModule):
         if self.vocoder is not None:
             parts = [part for part in (self.vocoder, self.durations) if part is not None]
             groups.append({"params": [p for part in parts for p in part.parameters()], "lr": self.hparams.vocoder_lr})
+        if self.discriminators is not None:
+            groups.append({"params": list(self.discriminators.parameters()), "lr": self.hparams.vocoder_lr})
         if self.optimizer is None:
             optimizer = torch.optim.AdamW(groups, lr=5e-5, betas=(0.9, 0.95), weight_decay=0.01)
         else:
@@ -291,7 +301,7 @@ class MoST(LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the language model's and the vocoder's gradients each on its own: they are separate models."""
+        """Clip the language model's, the vocoder's and the discriminators' gradients each on its own."""
         for group in optimizer.param_groups if gradient_clip_val else ():
             nn.utils.clip_grad_norm_(group["params"], gradient_clip_val)
 
@@ -387,7 +397,9 @@ class MoST(LightningModule):
         """Loss of one batch of `Utterances`.
 
         Logs `train/loss` (all parts), `train/token_loss` (nats per response token), `train/balance` (load-balance
-        loss per layer, before its factor; 1 is even for `modality`) and `train/vocoder` (log-mel distance).
+        loss per layer, before its factor; 1 is even for `modality`), `train/vocoder` (log-mel distance, with the loss
+        of the durations) and, with discriminators, `train/discriminators` (their loss; 4 when they cannot tell and say
+        1 / 2) and `train/vocoder_fooling` (the vocoder's; 0 when all of them take made speech for real).
         """
         frames, count = self.encode(batch.audio, batch.length)
         examples, heard = self._examples(batch, frames, count)
@@ -397,9 +409,14 @@ class MoST(LightningModule):
         self.log("train/token_loss", token_loss.detach(), prog_bar=True, sync_dist=True)
         self.log("train/balance", balance.mean().detach(), sync_dist=True)
         if self.vocoder is not None:
-            vocoder = self._vocoder_loss(batch, frames, count)
+            vocoder, adversarial = self._vocoder_loss(batch, frames, count)
             self.log("train/vocoder", vocoder.detach(), prog_bar=True, sync_dist=True)
             loss = loss + vocoder
+            if adversarial is not None:
+                self.log("train/discriminators", adversarial.discriminators.detach(), sync_dist=True)
+                self.log("train/vocoder_fooling", adversarial.fooled, sync_dist=True)
+                moves_vocoder = adversarial.generator + 2 * adversarial.features
+                loss = loss + adversarial.discriminators + self.hparams.vocoder_adversarial * moves_vocoder
         self.log("train/loss", loss.detach(), sync_dist=True)
         return loss
 
@@ -464,13 +481,15 @@ class MoST(LightningModule):
     def _world(self) -> int:
         return self._trainer.world_size if self._trainer is not None else 1
 
-    def _vocoder_loss(self, batch: Any, frames: Tensor, count: Tensor) -> Tensor:
-        """Log-mel distance on one piece of every utterance, and the durations of its units."""
+    def _vocoder_loss(self, batch: Any, frames: Tensor, count: Tensor) -> tuple[Tensor, AdversarialLosses | None]:
+        """Log-mel distance on one piece of every utterance and the durations of its units; what discriminators say."""
         size = self.vocoder.samples_per_unit
         if frames.shape[1] == 0:  # no audio here; other ranks may have some
             nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            parts = [part for part in (self.vocoder, self.durations) if part is not None]
-            return 0 * torch.stack([part(nothing).sum() for part in parts]).sum()
+            made = self.vocoder(nothing)
+            loss = 0 * made.sum() + (0 if self.durations is None else 0 * self.durations(nothing).sum())
+            adversarial = self._adversarial(made.detach(), made)
+            return loss, adversarial and AdversarialLosses(*(0 * part for part in adversarial))
         units = self.units(frames)
         crop = min(self.hparams.vocoder_crop, units.shape[1])
         start = (batch.number * (count - crop + 1).clamp(min=1)).long()
@@ -482,7 +501,10 @@ class MoST(LightningModule):
             loss = self.mel_loss(made.float(), real.float())
         if self.durations is not None:
             loss = loss + duration_loss(self.durations, units, count)
-        return loss
+        return loss, self._adversarial(real.to(made.dtype), made)
+
+    def _adversarial(self, real: Tensor, made: Tensor) -> AdversarialLosses | None:
+        return None if self.discriminators is None else self.discriminators(real, made)
 
     # ------------------------------------------------------------------------------------------------ evaluation
 

@@ -78,8 +78,12 @@ class SpeechTextModel(nn.Module):
         positions = None
         if attention_mask is not None:  # padding at the left does not count
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        if cache is not None and cache.get_seq_length():  # a token of the response: on no rank is anything heard
+            embeddings = self.language_model.get_input_embeddings()(input_ids)
+        else:
+            embeddings = self.embed(input_ids, frames)
         return self.language_model(
-            inputs_embeds=self.embed(input_ids, frames),
+            inputs_embeds=embeddings,
             modality_ids=self.modality(input_ids),
             attention_mask=None if attention_mask is None else attention_mask.long(),
             position_ids=positions,
@@ -124,8 +128,9 @@ class SpeechTextModel(nn.Module):
         cache = DynamicCache(config=self.language_model.config)
         response: list[Tensor] = []
         tokens, heard = input_ids, frames
+        padded = not bool(attention_mask.all())  # without padding the language model needs no mask, and is faster
         while len(response) < max_tokens and not finished_everywhere(constraint.finished):
-            logits = self(tokens, heard, attention_mask, cache, last=True)[:, -1].float()
+            logits = self(tokens, heard, attention_mask if padded else None, cache, last=True)[:, -1].float()
             logits = logits[:, : self.layout.size].masked_fill(~constraint.allowed, -torch.inf)
             if temperature > 0:
                 token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
@@ -134,7 +139,8 @@ class SpeechTextModel(nn.Module):
             constraint.advance(token[:, 0])
             response.append(token)
             tokens, heard = token, None
-            attention_mask = F.pad(attention_mask, (0, 1), value=True)
+            if padded:
+                attention_mask = F.pad(attention_mask, (0, 1), value=True)
         return torch.cat(response, 1)
 
 

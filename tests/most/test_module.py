@@ -156,8 +156,14 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_for_bit(folder, tmp_path):
         run = trainer(
             path, max_epochs=-1, max_steps=steps, callbacks=[checkpoint], limit_val_batches=0, limit_train_batches=1.0
         )
-        module = model(optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3), warmup_steps=10**6)
+        module = model(
+            optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3),
+            warmup_steps=10**6,
+            vocoder_adversarial=0.02,
+            discriminator_width=4,
+        )
         run.fit(module, data(folder), ckpt_path=resume)
+        assert torch.isfinite(run.callback_metrics["train/discriminators"])
         return module
 
     whole = fit(tmp_path / "a", 5)
@@ -165,6 +171,16 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_for_bit(folder, tmp_path):
     resumed = fit(tmp_path / "b", 5, tmp_path / "b" / "last.ckpt")
     for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_discriminators_take_part_without_audio():
+    """Ranks whose batch is text alone still give every parameter a gradient, 0."""
+    module = model(vocoder_adversarial=0.02, discriminator_width=4)
+    module.configure_model()
+    loss, adversarial = module._vocoder_loss(None, torch.zeros(2, 0, 320), torch.zeros(2, dtype=torch.int64))
+    (loss + sum(adversarial)).backward()
+    parameters = [*module.vocoder.parameters(), *module.discriminators.parameters()]
+    assert all(p.grad is not None and not p.grad.any() for p in parameters)
 
 
 def test_one_batch_can_be_learnt(folder):

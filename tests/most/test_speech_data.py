@@ -10,6 +10,7 @@ import torch
 from datamodules.espeak import speak
 from datamodules.speech import (
     Augmentation,
+    Joining,
     LengthBuckets,
     MadeSpeech,
     Row,
@@ -229,3 +230,63 @@ def test_options_are_checked():
     with pytest.raises(ValueError, match="no voice 'xx-klingon'"):
         speak([("one", "xx-klingon", 175, 50)])
     assert asdict(MadeSpeech())["vocabulary"][0] == "zero"
+
+
+@pytest.fixture(scope="module")
+def takes(tmp_path_factory):
+    """Takes of single words: every file has its own length, so that audio tells which takes it is made of."""
+    folder, lines = tmp_path_factory.mktemp("takes"), []
+    for i in range(120):
+        name, speaker = f"{i}.wav", "abc"[i % 3]
+        tone(folder / name, (800 + i) / 8000, rate=8_000)
+        split = "test" if i % 5 == 0 else "train"
+        lines.append({"audio": name, "text": ["one", "two"][i % 2], "speaker": speaker, "split": split})
+    (folder / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def test_takes_are_joined_inside_their_split_and_speaker(takes):
+    joining = Joining(words=(1, 3), train=60, val=12, test=30)
+    module = SpeechText(str(takes / "m.jsonl"), join=joining, unseen_speakers=["c"], batch_size=6, val_fraction=0.2)
+    module.setup()
+    used = {}
+    for name in ("train", "val", "test"):
+        rows = module.split(name).rows
+        assert len(rows) == getattr(joining, name)
+        assert {len(row.takes) for row in rows} <= {1, 2, 3}
+        used[name] = {take.audio for row in rows for take in row.takes}
+        for row in rows:
+            assert {take.speaker for take in row.takes} == {row.speaker}
+            assert row.text == " ".join(take.text for take in row.takes)
+    assert not used["train"] & (used["val"] | used["test"])
+    assert not used["val"] & used["test"]
+    assert {int(path.split("/")[-1][:-4]) % 5 for path in used["test"]} == {0}, "the official test takes, no others"
+    assert {row.speaker for row in module.split("train").rows} == {"a", "b"}
+    assert {row.speaker for row in module.split("test").rows} == {"a", "b", "c"}
+    batch = next(iter(module.test_dataloader()))
+    assert batch.unseen.tolist() == [speaker == "c" for speaker in batch.speaker]
+    for row, samples, length in zip(module.split("test").rows, batch.audio, batch.length, strict=False):
+        pieces = [read_audio(take.audio, 16_000) for take in row.takes]
+        np.testing.assert_array_equal(samples[:length], np.concatenate(pieces))
+
+
+def test_joined_utterances_are_the_same_for_every_seed_and_epoch(takes):
+    options = {"join": Joining(train=40, val=8, test=8), "batch_size": 4}
+    a, b = (SpeechText(str(takes / "m.jsonl"), seed=seed, **options) for seed in (0, 1))
+    for name in ("train", "val", "test"):
+        assert a.split(name).rows == b.split(name).rows
+    loader = a.train_dataloader()
+    loader.sampler.set_epoch(3)
+    assert {row.text for row in a.split("train").rows} >= {text for batch in loader for text in batch.text}
+
+
+def test_further_sources_are_only_trained_on(takes, corpus):
+    options = {"made": RECIPE, "data_dir": str(corpus), "more": ["made"], "join": Joining(train=10, val=4, test=4)}
+    module = SpeechText(str(takes / "m.jsonl"), batch_size=4, **options)
+    assert {row.speaker for row in module.split("val").rows + module.split("test").rows} <= {"a", "b", "c"}
+    rows = module.split("train").rows
+    made = [row for row in rows if row.speaker.startswith("en-us")]
+    assert made
+    assert not any(row.takes for row in made), "only recordings are joined"
+    assert "en-us+m7" not in {row.speaker for row in made}
+    assert len(rows) == len(made) + 10

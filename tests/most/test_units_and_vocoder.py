@@ -1,8 +1,11 @@
+import math
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lightning_modules.most.discriminators import Discriminators
 from lightning_modules.most.units import Units, deduplicate
 from lightning_modules.most.vocoder import DurationPredictor, MelLoss, UnitVocoder, duration_loss
 
@@ -92,3 +95,61 @@ def test_durations_are_learnt():
     made = predictor.lengthen([torch.tensor([0, 1, 2, 0]), torch.tensor([1, 2, 0])])
     assert made[0].tolist() == units[0, :9].tolist()
     assert made[1].tolist() == units[1, :6].tolist()
+
+
+def small_discriminators() -> Discriminators:
+    torch.manual_seed(0)
+    return Discriminators(4, periods=(2, 3), scales=(1, 2)).double()
+
+
+def test_one_backward_pass_moves_each_side_by_its_own_loss():
+    """Gradients against those of HiFi-GAN's two separate losses, written out with the other side held fixed."""
+    parts = small_discriminators()
+    source = torch.randn(2, 800, dtype=torch.float64, requires_grad=True)
+    real, made = torch.randn(2, 800, dtype=torch.float64), source.tanh()
+    losses = parts(real, made)
+    assert losses.generator == losses.features == 0
+    (losses.discriminators + losses.generator + 2 * losses.features).backward()
+    together = [p.grad for p in parts.parameters()]
+
+    fixed = made.detach()
+    own = sum((d(real)[-1] - 1).square().mean() + d(fixed)[-1].square().mean() for d in parts.parts)
+    torch.testing.assert_close(losses.discriminators, own)
+    for a, b in zip(together, torch.autograd.grad(own, list(parts.parameters())), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-9)
+    made = source.tanh()
+    fooling = sum((d(made)[-1] - 1).square().mean() for d in parts.parts)
+    matching = sum(
+        (a.detach() - b).abs().mean() for d in parts.parts for a, b in zip(d(real)[:-1], d(made)[:-1], strict=True)
+    )
+    torch.testing.assert_close(losses.fooled, fooling.detach())
+    (wanted,) = torch.autograd.grad(fooling + 2 * matching, source)
+    torch.testing.assert_close(source.grad, wanted, atol=1e-12, rtol=1e-9)
+
+
+def test_discriminators_learn_to_tell_real_from_made():
+    parts = small_discriminators().float()
+    optimizer = torch.optim.AdamW(parts.parameters(), 2e-3)
+    torch.manual_seed(1)
+    time = torch.arange(800) / 16_000
+    for _ in range(30):
+        real = 0.3 * torch.sin(2 * torch.pi * 300 * time + torch.rand(4, 1) * 6)
+        losses = parts(real, 0.3 * torch.randn(4, 800))
+        optimizer.zero_grad()
+        losses.discriminators.backward()
+        optimizer.step()
+    assert losses.discriminators < 1 < losses.fooled
+    with pytest.raises(ValueError, match="multiple of 4"):
+        Discriminators(6)
+
+
+def test_discriminators_see_as_many_samples_as_their_papers_ones():
+    """HiFi-GAN's layout: samples per row and per output of each part, and the parameters of the full size."""
+    with torch.device("meta"):
+        parts = Discriminators(32)
+        layers = [part(torch.zeros(1, 8192)) for part in parts.parts]
+    assert [tuple(outputs[0].shape[1:]) for outputs in layers[:5]] == [
+        (32, math.ceil(math.ceil(8192 / p) / 3), p) for p in (2, 3, 5, 7, 11)
+    ]
+    assert [outputs[0].shape[1:] for outputs in layers[5:]] == [(128, 8192), (128, 4097), (128, 2049)]
+    assert [len(outputs) for outputs in layers] == [6] * 5 + [8] * 3
