@@ -220,6 +220,18 @@ FAMILIES = {
 }
 
 
+def experts_of_one_token(experts: nn.Module, hidden: Tensor, routing: Routing) -> Tensor:
+    """`sum over picks of weight * expert(x)` for a single token, float [1, h] to [1, h], without gradient.
+
+    Generation on a CPU spends its time here; sorting one token's picks by expert takes longer than to visit them.
+    """
+    picks = routing.indices[0].tolist()
+    gate, up = torch.cat([F.linear(hidden, experts.gate_up_proj[e]) for e in picks]).chunk(2, -1)  # k i
+    active = experts.act_fn(gate) * up
+    rows = torch.cat([F.linear(active[i : i + 1], experts.down_proj[e]) for i, e in enumerate(picks)])  # k h
+    return (rows * routing.weights.T).sum(0, keepdim=True).to(hidden.dtype)
+
+
 class ModalityAwareMoE(nn.Module):
     """MAMoE block: routed experts by modality, plus the shared expert for all tokens.
 
@@ -254,7 +266,11 @@ class ModalityAwareMoE(nn.Module):
         flat = hidden.reshape(-1, hidden.shape[-1])
         routing = self.gate(flat, None if modality is None else modality.reshape(-1))
         self.routing = routing
-        out = self.experts(flat, routing.indices, routing.weights).view_as(hidden)
+        alone = len(flat) == 1 and flat.device.type == "cpu" and not torch.is_grad_enabled()
+        if alone and not torch.compiler.is_compiling():
+            out = experts_of_one_token(self.experts, flat, routing).view_as(hidden)
+        else:
+            out = self.experts(flat, routing.indices, routing.weights).view_as(hidden)
         if self.shared_name is None:
             return out
         shared = self.get_submodule(self.shared_name)(hidden)

@@ -167,3 +167,16 @@ def test_block_is_captured_as_one_graph():
         compiled = torch.compile(block, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(hidden, modality), expected)
     assert block.routing.indices.shape == (10, 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_single_token_is_computed_as_one_of_many(family, dtype):
+    """The short way of generation against the experts of transformers, which run where gradients are wanted."""
+    model = make_modality_aware(language_model(family)).to(dtype)
+    hidden = torch.randn(3, 1, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for block in moe_blocks(model):
+        for token, modality in zip(hidden[:, None], torch.tensor([[[0]], [[1]], [[0]]]), strict=True):
+            expected = block(token, modality).detach()
+            with torch.no_grad():
+                torch.testing.assert_close(block(token, modality), expected)
