@@ -3,10 +3,10 @@
     python benchmarks/graph_pfn_comparison.py [--data FOLDER] [--graphs cora ...] [--splits 10] [--labels 5 20]
 
 Every method gets the same 16 standardised principal components and the same labelled nodes. Graphs above 2,000 nodes
-are cut to the ball of 2,000 nodes around a random node, another one in each split. A split is one JSON file below
-`benchmarks/results/graph_pfn/<digest of the weights>`, written the moment it exists; a second start goes on where the
-first one stopped, and ends with the table. `--data` names a folder of `<graph>.pt` files; without it the public
-downloads are used.
+are cut to the ball of 2,000 nodes around a random node, another one in each split. A split is two JSON files below
+`benchmarks/results/graph_pfn`, written the moment they exist: what GraphPFN predicts in `<digest of the weights>`,
+what the others do in `baselines`. A second start goes on where the first one stopped, and ends with the table. `--data`
+names a folder of `<graph>.pt` files; without it the public downloads are used.
 """
 
 import argparse
@@ -44,6 +44,10 @@ GRAPHS = {  # name -> public source of torch-geometric, metric
     "tolokers": ("HeterophilousGraphDataset/Tolokers", "auc"),
     "reed98": ("LINKXDataset/reed98", "accuracy"),
 }
+METHODS = {  # folder of results -> methods in it; "" stands for the digest of the weights
+    "": ["graphpfn", "graphpfn_without_graph"],
+    "baselines": ["gcn", "mlp", "label_propagation", "logistic", "logistic_on_smoothed"],
+}
 COMPONENTS, BALL = 16, 2000
 COMMAND = "python benchmarks/graph_pfn_comparison.py"
 
@@ -72,7 +76,7 @@ def ball(edges: np.ndarray, n: int, size: int, rng: np.random.Generator) -> np.n
     return np.sort(queue)
 
 
-def one_split(data, seed: int, labels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def one_split(data: Any, seed: int, labels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Features, edges, classes (-1 unknown) and context of one split."""
     rng = np.random.default_rng([seed, 20260])
     n = data.num_nodes
@@ -98,7 +102,8 @@ def one_split(data, seed: int, labels: int) -> tuple[Tensor, Tensor, Tensor, Ten
     for c in range(len(present)):
         members = rng.permutation(np.flatnonzero(y == c))
         context[members[: min(labels, len(members) // 2)]] = True
-    return tuple(map(torch.from_numpy, (x.astype(np.float32), edges, y.astype(np.int64), context)))
+    parts = (x.astype(np.float32), edges, y.astype(np.int64), context)
+    return tuple(map(torch.from_numpy, parts))  # type: ignore[return-value]
 
 
 def smooth(x: Tensor, edges: Tensor) -> Tensor:
@@ -150,8 +155,8 @@ def propagated(edges: Tensor, y: Tensor, context: Tensor) -> Tensor:
     return out + 1e-6 * torch.bincount(y[context]) / context.sum()
 
 
-def measure(model: GraphPFN, data, seed: int, labels: int) -> dict:
-    """All methods on one split."""
+def measure(model: GraphPFN, data: Any, seed: int, labels: int, names: list[str]) -> dict:
+    """The methods `names` on one split."""
     x, edges, y, context = one_split(data, seed, labels)
     classes = int(y.max()) + 1
     query = (y >= 0) & ~context
@@ -172,36 +177,72 @@ def measure(model: GraphPFN, data, seed: int, labels: int) -> dict:
     }
     row = {"nodes": len(x), "edges": edges.shape[1] // 2, "classes": classes, "labels": int(context.sum())}
     row["majority"] = float(torch.bincount(y[query]).max() / query.sum())
-    for name, method in methods.items():
+    for name in names:
         start = time.process_time()
-        output = method()
+        output = methods[name]()
         seconds = time.process_time() - start
         scores = score(output[query], y[query], classes)
         row[name] = {k: round(float(v), 5) for k, v in scores.items() if k != "score"} | {"seconds": round(seconds, 3)}
     return row
 
 
-def table(folder: Path, graphs: list[str], labels: list[int]) -> str:
-    """The means over the splits that exist, in points, and the paired differences to the GCN."""
+def read_rows(own: str, graph: str, labels: int) -> list[dict]:
+    """The splits of a graph that all methods have done, each one dictionary."""
+    folders = [RESULTS / (folder or own) for folder in METHODS]
+    paths = [[folder / path.name for folder in folders] for path in sorted(folders[0].glob(f"{graph}_{labels}_*.json"))]
+    return [
+        {key: value for path in pair for key, value in json.loads(path.read_text()).items()}
+        for pair in paths
+        if all(path.exists() for path in pair)
+    ]
+
+
+def table(own: str, graphs: list[str], labels: list[int]) -> str:
+    """The means over the splits that exist, in points, the paired differences to the GCN, and what follows."""
+    names = [name for group in METHODS.values() for name in group]
+    means: dict[tuple[int, str], dict[str, float]] = {}
     lines = []
     for k in labels:
-        rows = {g: [json.loads(p.read_text()) for p in sorted(folder.glob(f"{g}_{k}_*.json"))] for g in graphs}
-        rows = {g: r for g, r in rows.items() if r}
-        names = ["graphpfn", "graphpfn_without_graph", "gcn", "mlp", "label_propagation", "logistic"]
-        names.append("logistic_on_smoothed")
         lines += ["", f"{k} labels per class", "", "| graph (splits) | metric | " + " | ".join(names) + " | to gcn |"]
         lines.append("|---" * (len(names) + 3) + "|")
-        for g, r in rows.items():
+        seconds = []
+        for g in graphs:
+            if not (rows := read_rows(own, g, k)):
+                continue
             metric = GRAPHS[g][1]
-            values = np.array([[100 * row[name][metric] for name in names] for row in r])
-            gap = values[:, 0] - values[:, 2]
+            values = np.array([[100 * row[name][metric] for name in names] for row in rows])
+            seconds += [[row[name]["seconds"] for name in names] for row in rows]
+            means[k, g] = dict(zip(names, values.mean(0).tolist(), strict=True))
+            gap = values[:, 0] - values[:, names.index("gcn")]
             error = gap.std(ddof=1) / len(gap) ** 0.5 if len(gap) > 1 else float("nan")
             cells = " | ".join(f"{v:.1f}" for v in values.mean(0))
-            lines.append(f"| {g} ({len(r)}) | {metric} | {cells} | {gap.mean():+.1f} ± {error:.1f} |")
-        if rows:
-            seconds = [np.mean([row[name]["seconds"] for r in rows.values() for row in r]) for name in names]
-            lines.append("| CPU seconds | | " + " | ".join(f"{s:.2f}" for s in seconds) + " | |")
-    return "\n".join(lines)
+            lines.append(f"| {g} ({len(rows)}) | {metric} | {cells} | {gap.mean():+.1f} ± {error:.1f} |")
+        if seconds:
+            lines.append("| CPU seconds | | " + " | ".join(f"{s:.2f}" for s in np.mean(seconds, 0)) + " | |")
+    return "\n".join([*lines, "", *conclusions(means)])
+
+
+def conclusions(means: dict[tuple[int, str], dict[str, float]]) -> list[str]:
+    """The differences that tell whether the model is any good, in points: (labels, graph) -> method -> mean score."""
+    six = [g for g in GRAPHS if g not in ("tolokers", "reed98")]
+
+    def gaps(graphs: list[str], k: int, name: str, others: list[str]) -> str:
+        parts = [(g, means[k, g][name] - max(means[k, g][o] for o in others)) for g in graphs if (k, g) in means]
+        mean = np.mean([value for _, value in parts]) if parts else float("nan")
+        return ", ".join(f"{g} {value:+.1f}" for g, value in parts) + f"; mean {mean:+.1f}"
+
+    baselines = ["logistic", "mlp", "label_propagation", "gcn"]
+    lines = [
+        "GraphPFN to the best of the four baselines, 5 labels: " + gaps(six[:3], 5, "graphpfn", baselines),
+        *(f"GraphPFN to the GCN, {k} labels: " + gaps(six, k, "graphpfn", ["gcn"]) for k in (5, 20)),
+    ]
+    for k in (5, 20):
+        lines += [
+            f"With to without the graph, {k} labels: " + gaps(six[:3], k, "graphpfn", ["graphpfn_without_graph"]),
+            f"GraphPFN to logistic on smoothed, {k} labels: " + gaps(six, k, "graphpfn", ["logistic_on_smoothed"]),
+            f"Without the graph to logistic, {k} labels: " + gaps(six, k, "graphpfn_without_graph", ["logistic"]),
+        ]
+    return lines
 
 
 def digest(model: GraphPFN) -> str:
@@ -231,11 +272,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = GraphPFN.from_pretrained(arguments.weights)
-    folder = RESULTS / digest(model)
-    folder.mkdir(parents=True, exist_ok=True)
+    own = digest(model)
     loaded: dict[str, Any] = {}
-    for seed, name, labels in product(range(arguments.splits), arguments.graphs, arguments.labels):
-        path = folder / f"{name}_{labels}_{seed}.json"
+    for seed, name, labels, folder in product(range(arguments.splits), arguments.graphs, arguments.labels, METHODS):
+        path = RESULTS / (folder or own) / f"{name}_{labels}_{seed}.json"
         if path.exists():
             continue
         if name not in loaded:
@@ -246,13 +286,14 @@ def main() -> None:
             "graph": name,
             "seed": seed,
             "labels_per_class": labels,
-            "command": f"{COMMAND} --weights {arguments.weights}",
+            "command": COMMAND + ("" if folder else f" --weights {arguments.weights}"),
         }
-        row |= measure(model, loaded[name], seed, labels)
+        row |= measure(model, loaded[name], seed, labels, METHODS[folder])
+        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".part")
         unfinished.write_text(json.dumps(row, indent=1) + "\n")
         unfinished.rename(path)
-    print(table(folder, arguments.graphs, arguments.labels))
+    print(table(own, arguments.graphs, arguments.labels))
 
 
 if __name__ == "__main__":

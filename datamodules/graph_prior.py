@@ -22,8 +22,10 @@ from torch.utils.data import Dataset
 
 from datamodules.graph_attributes import (
     PRIOR_ACTIVATIONS,
+    Adjacency,
     Array,
     Scm,
+    neighbour_mean,
     random_activation,
     sample_attributes,
     standardise,
@@ -161,6 +163,25 @@ def _labels(rng: Generator, y: Array, task: str, classes: int, quantile: float) 
         if _coin(rng):
             codes = classes - 1 - codes
     return _permuted(rng, codes)
+
+
+def _around_means(rng: Generator, owner: Ints, part: Ints, scale: Floats) -> Array:
+    """Unit Gaussians around the means of communities, which lie around those of their classes.
+
+    Args:
+        rng: source of randomness.
+        owner: class of each community.
+        part: community of each node (n,).
+        scale: (f,) deviation of the means in each column, times sqrt(f / 2).
+
+    Returns:
+        (n, f).
+    """
+    f, own = len(scale), rng.uniform(0, 0.7)
+    of_class = rng.standard_normal((owner.max() + 1, f))[owner]
+    of_part = rng.standard_normal((len(owner), f))
+    means = scale * math.sqrt(2 / f) * ((1 - own) * of_class + own * of_part)
+    return means[part].astype(np.float32) + rng.standard_normal((len(part), f), dtype=np.float32)
 
 
 def _covered(y: Ints, n_context: int, classes: int) -> bool:
@@ -303,9 +324,10 @@ class SmallPrior:
     """A mix for small models: mostly class-first graphs, small, often with few labels per class.
 
     The released prior has almost no label homophily, which a small model does not live long enough to learn from.
-    Here classes are drawn first for most graphs; communities within classes, and features whose informative
-    directions decay, make them resemble reduced bags of words. All graphs of one batch share their size, whether they
-    are regression, and whether edges are left out.
+    Here classes are drawn first for most graphs, with communities within classes. Their features are either a few
+    columns in any order, or the standardised principal components of a wide table, in which classes, communities and
+    nuisances compete for the first components. All graphs of one batch share their size, whether they are regression,
+    and whether edges are left out.
 
     Attributes:
         nodes: smallest and largest number of nodes, log-uniform.
@@ -316,13 +338,16 @@ class SmallPrior:
         heterophilous: share of class-first graphs whose edges prefer other classes.
         uninformative: share of class-first graphs whose edges ignore classes.
         separation: smallest and largest distance of class means, in deviations, log-uniform.
+        reduced: share of class-first graphs whose features are principal components.
+        wide: smallest and largest number of columns before the reduction, log-uniform.
+        diffused: share of class-first graphs with edges whose features are seen at the neighbours.
         balanced: share of contexts with equally many labels per class.
         per_class: smallest and largest number of labels per class in those, log-uniform.
         regression: share of batches that are regression.
         edgeless: share of batches without edges: keeps the use of features alive.
     """
 
-    nodes: tuple[int, int] = (80, 320)
+    nodes: tuple[int, int] = (100, 500)
     degree: tuple[float, float] = (1.5, 60.0)
     features: tuple[int, int] = (4, 16)
     scm: float = 0.2
@@ -330,6 +355,9 @@ class SmallPrior:
     heterophilous: float = 0.2
     uninformative: float = 0.15
     separation: tuple[float, float] = (0.4, 3.5)
+    reduced: float = 0.6
+    wide: tuple[int, int] = (24, 128)
+    diffused: float = 0.15
     balanced: float = 0.7
     per_class: tuple[int, int] = (2, 25)
     regression: float = 0.05
@@ -391,7 +419,7 @@ class SmallPrior:
         part = np.unique(part, return_inverse=True)[1]
         owner = np.zeros(part[-1] + 1, dtype=np.int64)
         owner[part] = y
-        x = self._features(rng, owner, part)
+        x = self._reduced(rng, owner, part) if rng.random() < self.reduced else self._columns(rng, owner, part)
         kind = rng.random()
         density = rng.random((len(owner), len(owner)))
         same = owner[:, None] == owner
@@ -407,19 +435,17 @@ class SmallPrior:
             density = np.where(same, community * (0.3 + 0.7 * density), _log_uniform(rng, 0.005, 0.4) * density)
             np.fill_diagonal(density, 0.3 + 0.7 * rng.random(len(owner)))
         pairs = self._planted(rng, part, (density + density.T) / 2, self._degree(rng, n))
+        if rng.random() < self.diffused:
+            noise = rng.standard_normal(x.shape, dtype=np.float32)
+            x = standardise(neighbour_mean(Adjacency.of(pairs, n), x)) + _log_uniform(rng, 0.1, 2) * noise
         return pairs, x, y
 
-    def _features(self, rng: Generator, owner: Ints, part: Ints) -> Array:
-        """Gaussian features around the means of classes and communities, in decaying directions, then warped."""
+    def _columns(self, rng: Generator, owner: Ints, part: Ints) -> Array:
+        """A few Gaussian columns around the means of classes and communities, unequally informative, then warped."""
         f = int(rng.integers(self.features[0], self.features[1] + 1))
-        decay = np.arange(1, f + 1) ** -rng.uniform(0, 1.5)
-        decay *= math.sqrt(f) / np.linalg.norm(decay)
-        separation = _log_uniform(rng, *self.separation)
-        of_class = rng.standard_normal((owner.max() + 1, f))[owner]
-        of_part = rng.standard_normal((len(owner), f))
-        own = rng.uniform(0, 0.7)
-        means = separation * decay / math.sqrt(f) * math.sqrt(2) * ((1 - own) * of_class + own * of_part)
-        x = (means[part] + rng.standard_normal((len(part), f))).astype(np.float32)
+        weight = rng.permutation(np.arange(1, f + 1) ** -rng.uniform(0, 1.5))
+        weight *= math.sqrt(f) / np.linalg.norm(weight)
+        x = _around_means(rng, owner, part, _log_uniform(rng, *self.separation) * weight)
         kind = rng.random()
         if kind < 0.25:
             x = x @ np.linalg.qr(rng.standard_normal((f, f)))[0].astype(np.float32)
@@ -428,6 +454,29 @@ class SmallPrior:
         elif kind < 0.6:
             x = make_categorical(rng, x, 1.0, 12)
         return x
+
+    def _reduced(self, rng: Generator, owner: Ints, part: Ints) -> Array:
+        """Principal components of a wide table: means of classes and communities, a few nuisances, noise.
+
+        Half of the tables are 0/1, of columns that are more or less rare, like bags of words.
+        """
+        n, wide = len(part), round(_log_uniform(rng, *self.wide))
+        scale = rng.random(wide) ** rng.uniform(0, 3)  # few or many columns carry something
+        scale *= math.sqrt(wide) / np.linalg.norm(scale)
+        low, high = self.separation
+        x = _around_means(rng, owner, part, _log_uniform(rng, 1.5 * low, 2 * high) * scale)
+        strength = _log_uniform(rng, 0.5, 4) * np.arange(1, rng.integers(1, 9)) ** -rng.uniform(0, 1)
+        nuisance = (strength * scale[:, None] / math.sqrt(wide) * rng.standard_normal((wide, len(strength)))).T
+        x += rng.standard_normal((n, len(strength)), dtype=np.float32) @ nuisance.astype(np.float32)
+        if _coin(rng):
+            rarest = _log_uniform(rng, 0.02, 0.3)
+            share = np.exp(rng.uniform(math.log(rarest), math.log(0.5), wide))
+            limit = np.sort(x, 0)[((1 - share) * n).astype(np.int64), np.arange(wide)]
+            x = (x >= limit).astype(np.float32)
+        x -= x.mean(0)
+        k = min(self.features[1], wide, n // 4)
+        axes = np.linalg.eigh(x.T @ x)[1][:, : -k - 1 : -1]
+        return x @ axes
 
     def _planted(self, rng: Generator, part: Ints, density: Floats, degree: float) -> Ints:
         """Edges between communities of given density, between nodes of uneven propensity."""
@@ -491,8 +540,9 @@ class SmallPrior:
                     raise Rejected("a class is missing from the context or from the rest")
         if not np.isfinite(x).all():
             raise Rejected("a value is not finite")
-        x = scale(clamp_outliers(x))
-        x = x[:, x.std(0) > 0][:, : self.features[1]]
+        with np.errstate(all="ignore"):  # a column that overflows is dropped
+            x = scale(clamp_outliers(x))
+            x = x[:, x.std(0) > 0][:, : self.features[1]]
         if x.shape[1] < 1:
             raise Rejected("no column varies")
         pairs = np.argsort(order)[pairs][:, : 0 if edgeless else None]
@@ -507,15 +557,17 @@ def _generator(seed: int, index: int) -> Generator:
 
 
 class _Graphs(Dataset):
-    def __init__(self, sample: Callable[[int], GraphTask], per_epoch: int) -> None:
+    def __init__(self, sample: Callable[[int], GraphTask], per_epoch: int, new_in_every_epoch: bool) -> None:
         self.sample = sample
         self.per_epoch = per_epoch
+        self.new_in_every_epoch = new_in_every_epoch
 
     def __len__(self) -> int:
         return self.per_epoch
 
     def __getitems__(self, draw: Draw) -> list[GraphTask]:
-        return [self.sample(draw.epoch * self.per_epoch + int(item)) for item in draw.items]
+        first = draw.epoch * self.per_epoch if self.new_in_every_epoch else 0
+        return [self.sample(first + int(item)) for item in draw.items]
 
 
 class GraphPrior(LightningDataModule):
@@ -573,18 +625,16 @@ class GraphPrior(LightningDataModule):
     def _validation(self, index: int) -> GraphTask:
         return self.sample(2**62 + index)
 
-    def _loader(self, sample: Callable[[int], GraphTask], size: int, drop_last: bool) -> Loader:
-        batches = GlobalBatches(
-            size, self.batch_size, shuffle=False, drop_last=drop_last, seed=self.seed, **ranks(self)
-        )
-        return Loader(_Graphs(sample, size), batches, num_workers=self.num_workers)
+    def _loader(self, sample: Callable[[int], GraphTask], size: int, training: bool) -> Loader:
+        batches = GlobalBatches(size, self.batch_size, shuffle=False, drop_last=training, seed=self.seed, **ranks(self))
+        return Loader(_Graphs(sample, size, training), batches, num_workers=self.num_workers)
 
     def train_dataloader(self) -> Loader:
         """New graphs in every epoch."""
         return self._loader(self.sample, self.graphs_per_epoch, True)
 
     def val_dataloader(self) -> Loader:
-        """The same graphs every time."""
+        """The same graphs every time, although Lightning tells this loader the epoch, too."""
         return self._loader(self._validation, self.validation_graphs, False)
 
     def real_graphs(self) -> dict[str, Nodes]:

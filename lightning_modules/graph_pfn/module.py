@@ -33,7 +33,7 @@ from lightning_modules.graph_pfn.losses import (
     prediction_loss,
 )
 from lightning_modules.graph_pfn.network import AdaptedBlock, PublishedConfig, PublishedNetwork
-from lightning_modules.graph_pfn.small import SmallBlock, SmallConfig, SmallNetwork
+from lightning_modules.graph_pfn.small import SmallBlock, SmallConfig, SmallNetwork, Surroundings
 
 FORMAT = 1  # of save_pretrained
 SHIPPED = Path(__file__).parent / "tiny"
@@ -177,8 +177,10 @@ class GraphPFN(LightningModule):
         for module in self.network.modules():
             if isinstance(module, AdaptedBlock):
                 modules += [module.conv, module.mlp]
+            elif isinstance(module, Surroundings):
+                modules.append(module)
             elif isinstance(module, SmallBlock):
-                modules += [module.graph_attention, module.norms[4], module.norms[5], module.mlps[2]]
+                modules += [module.graph_attention, module.norms[2], module.norms[3], module.mlps[1]]
         if isinstance(self.network, PublishedNetwork):
             modules.append(self.network.feature_decoder)
         return [parameter for module in modules for parameter in module.parameters()]

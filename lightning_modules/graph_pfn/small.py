@@ -1,12 +1,15 @@
-"""A GraphPFN for laptops: the published idea with few, wide tokens and a read-out over context labels.
+"""A GraphPFN for laptops: the published idea with one token per node and a read-out over context labels.
 
-It differs from the published layout where a small model learns faster for it: one token holds up to 16 columns; the
-target token also sees the row and the log-degree directly; queries attend with all heads; several graphs are padded
-into one batch; and the prediction is read out by attention from query to context nodes over their labels, plus an MLP
-that starts at zero, over the classes present. So an untrained model predicts the class frequencies of the context.
+It differs from the published layout where a small model learns faster for it. A node is one token, the sum of its
+columns, its label, what lies around it (`Surroundings`: smoothed columns, degree) and the votes of simple predictors: a
+ridge regression on the columns, two more on smoothed columns, random walks that count the labels they meet. So there is
+no attention among columns. Queries attend with all heads, and several graphs are padded into one batch. The prediction
+is read out by attention from query to context nodes over their labels, plus an MLP, plus the votes as far as each token
+trusts them, over the classes present. MLP and trust start at zero, so an untrained model predicts the class frequencies
+of the context.
 
-Axes: `b` graphs, `n` nodes, `g` column groups, `t` tokens (g, then the target token), `h` heads, `e` width of a head,
-`d` token width, `c` classes.
+Axes: `b` graphs, `n` nodes, `g` column groups of `p` columns, `h` heads, `e` width of a head, `d` token width, `c`
+classes.
 """
 
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ class SmallConfig:
         heads: attention heads everywhere.
         blocks: number of blocks.
         classes: most classes in one context.
-        group: columns in a feature token.
+        group: columns with weights of their own; the ones beyond share them.
         chunk: edge tokens in one intermediate tensor of the sparse kernel.
         kernel: how adapters attend: `auto`, `dense` or `sparse` (`sparse` and `auto` on large graphs hold no (n, n)
             tensor).
@@ -75,6 +78,137 @@ def pad(questions: list[Question]) -> Batch:
     return Batch(x, y, context, real, torch.cat(edges, 1) if edges else None)
 
 
+def neighbour_mean(x: Tensor, edges: Tensor) -> Tensor:
+    """Mean of `x` (n, d) over in-neighbours along `edges` (2, m): (n, d), 0 without any."""
+    source, target = edges
+    degree = torch.bincount(target, minlength=len(x)).clamp(min=1)
+    return torch.zeros_like(x).index_add_(0, target, x[source]) / degree.unsqueeze(-1)
+
+
+@torch.no_grad()
+def ridge(x: Tensor, y: Tensor, context: Tensor, strength: float = 30.0) -> Tensor:
+    """Ridge regression with an intercept, fitted on the context.
+
+    Args:
+        x: columns (b, n, q) of about unit mean square.
+        y: targets (b, k, c) of the first k nodes.
+        context: (b, k) bool, which of the first k nodes are labelled.
+        strength: of the penalty.
+
+    Returns:
+        (b, n, c), the context's mean taken off, times 1 + strength / labels, which undoes the shrinkage along a column
+        of unit variance. A labelled node is predicted by the regression on the others.
+    """
+    labelled = context.unsqueeze(-1)
+    k, count = context.shape[1], labelled.sum(1, keepdim=True).clamp(min=1)
+    x = x - (x[:, :k] * labelled).sum(1, keepdim=True) / count
+    y = (y - (y * labelled).sum(1, keepdim=True) / count) * labelled
+    seen = x[:, :k] * labelled
+    inverse = torch.linalg.inv(seen.mT @ seen + strength * torch.eye(x.shape[2], device=x.device))
+    out = x @ (inverse @ (seen.mT @ y))
+    leverage = ((seen @ inverse) * seen).sum(-1, keepdim=True) + 1 / count
+    left_out = y - (y - out[:, :k]) / (1 - leverage).clamp(min=0.05)
+    return torch.cat([torch.where(labelled, left_out, out[:, :k]), out[:, k:]], 1) * (1 + strength / count)
+
+
+class Around(NamedTuple):
+    """What lies around the nodes; see `Surroundings.look`.
+
+    Attributes:
+        columns: (b, n, 2 q), columns smoothed once and twice.
+        votes: (b, n, 4, c), of predictors that look at the graph.
+        structure: (b, n, 5).
+    """
+
+    columns: Tensor
+    votes: Tensor
+    structure: Tensor
+
+
+class Surroundings(nn.Module):
+    """Enters what lies around a node into its token; all maps start at zero. Part of the graph adapter.
+
+    Args:
+        config: sizes.
+    """
+
+    steps, damping = 10, 0.9
+
+    def __init__(self, config: SmallConfig) -> None:
+        super().__init__()
+        self.group = config.group
+        self.columns = nn.Linear(2 * config.group, config.width, bias=False)
+        self.votes = nn.Linear(4 * config.classes, config.width, bias=False)
+        self.value_votes = nn.Linear(4, config.width, bias=False)
+        self.structure = nn.Linear(5, config.width, bias=False)
+        self.trust = nn.Linear(config.width, 4)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    @torch.no_grad()
+    def look(self, x: Tensor, y: Tensor, batch: Batch, task: Task) -> Around:
+        """Gather what lies around the nodes of graphs with edges.
+
+        Columns are averaged over neighbours once and twice and divided by their root mean square in the graph, one
+        number for all columns, so that those which agree among neighbours stay larger. A random walk from a node stops
+        with probability 1 - `damping` after each step; met labels are counted over its first step and its first `steps`
+        ones, the start left out. Votes: those of the two walks (log of shares, or mean values); a ridge regression on
+        columns smoothed twice by D^-1/2 (A + I) D^-1/2; one on columns, once and twice averaged columns.
+        Structure: log-degree, log of the number of labels met relative to the graph's mean (both walks), log of the
+        root mean squares.
+
+        Args:
+            x: standardised columns (b, n, q), zero where padded.
+            y: targets of the first k nodes (b, k, c), zero where not context.
+            batch: the graphs.
+            task: how their targets are read.
+        """
+        edges = batch.edges
+        assert edges is not None
+        b, n, q = x.shape
+        k = y.shape[1]
+        count = batch.real.sum(1)[:, None]
+
+        def mean(z: Tensor) -> Tensor:
+            return neighbour_mean(z.flatten(0, 1), edges).view_as(z)
+
+        def size(z: Tensor) -> Tensor:  # b 1 1
+            return (z.square().sum((1, 2), keepdim=True) / (count[:, None] * q)).sqrt()
+
+        degree = torch.bincount(edges[1], minlength=b * n).view(b, n, 1)
+        once, smooth, root = mean(x), x, (1 + degree) ** -0.5
+        twice = mean(once)
+        for _ in range(2):
+            smooth = root * (root * smooth + degree * mean(root * smooth))
+        columns = torch.cat([z / (size(z) + 1e-6) for z in (once, twice)], -1)
+        scales = [size(z).clamp(min=1e-3).log().squeeze(-1).expand(-1, n) for z in (once, twice)]
+        context = batch.context[:, :k]
+        ridges = [ridge(z, y, context) for z in (smooth / (size(smooth) + 1e-6), torch.cat([x, columns], -1))]
+
+        known = batch.context.unsqueeze(-1).to(x)
+        start = torch.cat([F.pad(y, (0, 0, 0, n - k)), known], -1)  # the last column counts labels whatever they are
+        walk, total, walks, masses = start, torch.zeros_like(start), [], []
+        for step in range(self.steps):
+            walk = self.damping * mean(walk)
+            total = total + walk
+            if step in (0, self.steps - 1):
+                mass = total[..., -1:]
+                met = total[..., :-1] / mass.clamp(min=1e-6)
+                walks.append((met + 0.01).log() if task == "classification" else met)
+                mass = mass.squeeze(-1)
+                masses.append((mass / (mass.sum(1, keepdim=True) / count + 1e-6) + 0.01).log())
+        structure = torch.stack([(degree.squeeze(-1) + 1.0).log() - 1.5, *masses, *scales], -1)
+        scale = 5.0 if task == "classification" else 1.0
+        return Around(columns, torch.stack([*walks, *(scale * r for r in ridges)], 2), structure)
+
+    def forward(self, around: Around, task: Task) -> Tensor:
+        """What is added to the tokens, (b, n, d)."""
+        votes = self.votes if task == "classification" else self.value_votes
+        columns = around.columns.unflatten(-1, (2, -1, self.group))  # b n 2 g p
+        columns = columns.mean(3).flatten(2) * columns.shape[3] ** 0.5
+        return self.columns(columns) + votes(around.votes.flatten(2)) + self.structure(around.structure)
+
+
 class BatchedGraphAttention(GraphAttention):
     """`GraphAttention` on padded graphs: a mask per graph, or edges of their disjoint union."""
 
@@ -82,24 +216,22 @@ class BatchedGraphAttention(GraphAttention):
         """Aggregate over neighbours.
 
         Args:
-            x: (b, n, t, d).
+            x: (b, n, d).
             graph: (b, n, n) bool, `[target, source]`, with a loop at every node without neighbours and nowhere
                 else; or the edges of the flattened batch.
 
         Returns:
-            (b, n, t, d).
+            (b, n, d).
         """
-        q, k, v = self.attn_qkv_linear(x).unflatten(-1, (self.heads, -1)).chunk(3, -1)  # each b n t h e
+        q, k, v = self.attn_qkv_linear(x).unflatten(-1, (self.heads, -1)).chunk(3, -1)  # each b n h e
         if isinstance(graph, Neighbours):
-            q, k, v = (z.flatten(0, 1) for z in (q, k, v))
+            q, k, v = (z.flatten(0, 1).unsqueeze(1) for z in (q, k, v))  # (b n) 1 h e
             flat = attend(q, k, v, graph, "sparse", self.chunk)
-            return self.output_linear(flat.flatten(-2).view_as(x))
-        t = x.shape[2]
-        q, k, v = (z.permute(0, 2, 3, 1, 4).flatten(1, 2) for z in (q, k, v))  # b (t h) n e
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=graph.unsqueeze(1))
-        alone = graph.diagonal(dim1=1, dim2=2)  # b n
-        out = out.masked_fill(alone[:, None, :, None], 0.0).unflatten(1, (t, -1))  # b t h n e
-        return self.output_linear(out.permute(0, 3, 1, 2, 4).flatten(-2))
+            return self.output_linear(flat.view_as(x))
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # b h n e
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=graph.unsqueeze(1)).transpose(1, 2).flatten(2)
+        alone = graph.diagonal(dim1=1, dim2=2).unsqueeze(-1)  # b n 1
+        return self.output_linear(out.masked_fill(alone, 0.0))
 
 
 class Attention(nn.Module):
@@ -121,43 +253,33 @@ class Attention(nn.Module):
 
 
 class SmallBlock(nn.Module):
-    """Feature attention, MLP, sample attention, MLP, graph attention, MLP; each `x + f(LayerNorm(x))`.
-
-    The last two are the graph adapter.
-    """
+    """Sample attention, MLP, graph attention, MLP; each `x + f(LayerNorm(x))`. The last two are the graph adapter."""
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__()
         width = config.width
-        self.feature_attention = Attention(width, config.heads)
         self.sample_attention = Attention(width, config.heads)
         self.graph_attention = BatchedGraphAttention(width, config.heads, config.chunk, config.kernel)
-        self.mlps = nn.ModuleList(AdapterMLP(width) for _ in range(3))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(6))
+        self.mlps = nn.ModuleList(AdapterMLP(width) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
 
     def forward(self, x: Tensor, context: Tensor, graph: Tensor | Neighbours | None) -> Tensor:
         """Apply the block.
 
         Args:
-            x: (b, n, t, d).
+            x: (b, n, d).
             context: (b, k) bool, which of the first k nodes are labelled.
             graph: see `BatchedGraphAttention`; None leaves the adapter out.
 
         Returns:
-            (b, n, t, d).
+            (b, n, d).
         """
-        b, n, t, _ = x.shape
-        k = context.shape[1]
-        rows = self.norms[0](x).flatten(0, 1)
-        x = x + self.feature_attention(rows, rows).unflatten(0, (b, n))
+        rows = self.norms[0](x)
+        x = x + self.sample_attention(rows, rows[:, : context.shape[1]], context[:, None, None])
         x = x + self.mlps[0](self.norms[1](x))
-        columns = self.norms[2](x).transpose(1, 2).flatten(0, 1)  # (b t) n d
-        mask = context.repeat_interleave(t, 0)[:, None, None]
-        x = x + self.sample_attention(columns, columns[:, :k], mask).unflatten(0, (b, t)).transpose(1, 2)
-        x = x + self.mlps[1](self.norms[3](x))
         if graph is not None:
-            x = x + self.graph_attention(self.norms[4](x), graph)
-            x = x + self.mlps[2](self.norms[5](x))
+            x = x + self.graph_attention(self.norms[2](x), graph)
+            x = x + self.mlps[1](self.norms[3](x))
         return x
 
 
@@ -172,24 +294,36 @@ class SmallNetwork(nn.Module):
         super().__init__()
         width = config.width
         self.config = config
-        self.cells = nn.Linear(config.group, width)
-        self.row = nn.Linear(config.group, width)
-        self.log_degree = nn.Linear(1, width, bias=False)
+        self.columns = nn.Linear(config.group, width)
+        self.surroundings = Surroundings(config)
         self.label = nn.Embedding(config.classes + 1, width)  # the last one is "unknown"
         self.value = nn.Linear(1, width)
+        self.votes = nn.Linear(config.classes, width, bias=False)
+        self.value_votes = nn.Linear(1, width, bias=False)
         self.blocks = nn.ModuleList(SmallBlock(config) for _ in range(config.blocks))
         self.norm = nn.LayerNorm(width)
         self.read_query = nn.Linear(width, width)
         self.read_key = nn.Linear(width, width)
+        self.trust = nn.Linear(width, 1)
         classes, value = nn.Linear(width, config.classes), nn.Linear(width, 1)
-        for layer in (self.read_query, classes, value):
+        for layer in (self.read_query, self.trust, classes, value):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
         self.correct_class = nn.Sequential(nn.Linear(width, width), nn.GELU(), classes)
         self.correct_value = nn.Sequential(nn.Linear(width, width), nn.GELU(), value)
 
-    def tokens(self, batch: Batch, task: Task) -> Tensor:
-        """First tokens (b, n, t, d)."""
+    def tokens(self, batch: Batch, y: Tensor, task: Task) -> tuple[Tensor, Tensor, Around | None]:
+        """First tokens.
+
+        Args:
+            batch: the graphs.
+            y: targets of the first k nodes (b, k, c), zero where not context.
+            task: how they are read.
+
+        Returns:
+            Tokens (b, n, d), votes of the ridge regression on the columns (b, n, c), and what lies around the nodes
+            where there are edges.
+        """
         group = self.config.group
         real = batch.real.unsqueeze(-1)
         count = batch.real.sum(1)[:, None, None]
@@ -203,17 +337,20 @@ class SmallNetwork(nn.Module):
         used = (deviation > 1e-6).sum(-1, keepdim=True).clamp(min=1)
         x = F.pad(x, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))  # b n g p
         x = x * (x.shape[2] * group / used.unsqueeze(-1)).sqrt()  # the same size whatever the number of columns
-        target = self.row(x.mean(2) * x.shape[2] ** 0.5)
+        token = self.columns(x.mean(2) * x.shape[2] ** 0.5)
+        x = x.flatten(2)
+        votes = ridge(x, y, batch.context[:, : y.shape[1]])
         if task == "classification":
-            target = target + self.label(torch.where(batch.context, batch.y, self.config.classes))
+            votes = 5 * votes
+            token = token + self.label(torch.where(batch.context, batch.y, self.config.classes)) + self.votes(votes)
         else:
             known = batch.context.unsqueeze(-1)
             value = self.value((batch.y * batch.context).unsqueeze(-1))
-            target = target + torch.where(known, value, self.label.weight[-1])
-        if batch.edges is not None:
-            degree = torch.bincount(batch.edges[1], minlength=batch.real.numel()).view_as(batch.real)
-            target = target + self.log_degree((degree + 1.0).log().unsqueeze(-1) - 1.5)
-        return torch.cat([self.cells(x), target.unsqueeze(2)], 2)
+            token = token + torch.where(known, value, self.label.weight[-1]) + self.value_votes(votes)
+        if batch.edges is None:
+            return token, votes, None
+        around = self.surroundings.look(x, y, batch, task)
+        return token + self.surroundings(around, task), votes, around
 
     def graph(self, batch: Batch) -> Tensor | Neighbours | None:
         """The form in which adapters read the edges."""
@@ -230,32 +367,36 @@ class SmallNetwork(nn.Module):
         adjacency.diagonal(dim1=1, dim2=2).copy_(~adjacency.any(2))
         return adjacency
 
-    def encode(self, batch: Batch, task: Task = "classification") -> Tensor:
-        """Final target tokens (b, n, d) after the last LayerNorm."""
-        first = int(batch.context.sum(1).max())
-        context = batch.context[:, :first]
-        x, graph = self.tokens(batch, task), self.graph(batch)
+    def answer(self, batch: Batch, task: Task) -> tuple[Tensor, Tensor]:
+        """Predict all nodes of padded graphs.
+
+        Returns:
+            Logits (b, n, c) or values (b, n), and final tokens (b, n, d) after the last LayerNorm.
+        """
+        k = int(batch.context.sum(1).max())
+        context, heads = batch.context[:, :k], self.config.heads
+        if task == "classification":
+            y = F.one_hot(batch.y[:, :k] * context, self.config.classes).to(batch.x)
+        else:
+            y = batch.y[:, :k].unsqueeze(-1)
+        y = y * context.unsqueeze(-1)
+        x, votes, around = self.tokens(batch, y, task)
+        graph = self.graph(batch)
         for block in self.blocks:
             x = block(x, context, graph)
-        return self.norm(x[:, :, -1])
+        x = self.norm(x)
 
-    def decode(self, target: Tensor, batch: Batch, task: Task = "classification") -> Tensor:
-        """Predictions from final target tokens; see `forward`."""
-        first = int(batch.context.sum(1).max())
-        context, heads = batch.context[:, :first], self.config.heads
-        q = self.read_query(target).unflatten(-1, (heads, -1)).transpose(1, 2)  # b h n e
-        k = self.read_key(target[:, :first]).unflatten(-1, (heads, -1)).transpose(1, 2)
-        mask = context[:, None, None]
+        query = self.read_query(x).unflatten(-1, (heads, -1)).transpose(1, 2)  # b h n e
+        key = self.read_key(x[:, :k]).unflatten(-1, (heads, -1)).transpose(1, 2)
+        labels = y.unsqueeze(1).expand(-1, heads, -1, -1)
+        share = F.scaled_dot_product_attention(query, key, labels, attn_mask=context[:, None, None]).mean(1)  # b n c
+        trusted = self.trust(x) * votes
+        if around is not None:
+            trusted = trusted + (self.surroundings.trust(x).unsqueeze(-1) * around.votes).sum(2)
         if task == "regression":
-            v = (batch.y[:, :first] * context)[:, None, :, None].expand(-1, heads, -1, -1)
-            mean = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).mean(1).squeeze(-1)
-            return mean + self.correct_value(target).squeeze(-1)
-        labels = torch.where(context, batch.y[:, :first], 0)
-        v = F.one_hot(labels, self.config.classes).to(q) * context.unsqueeze(-1)  # b k c
-        share = F.scaled_dot_product_attention(q, k, v.unsqueeze(1).expand(-1, heads, -1, -1), attn_mask=mask)
-        logits = (share.mean(1) + 1e-4).log() + self.correct_class(target)
-        present = v.any(1, keepdim=True)  # b 1 c
-        return logits.masked_fill(~present, -torch.inf)
+            return (share + self.correct_value(x) + trusted).squeeze(-1), x
+        logits = (share + 1e-4).log() + self.correct_class(x) + trusted
+        return logits.masked_fill(~y.bool().any(1, keepdim=True), -torch.inf), x
 
     def forward(
         self, questions: list[Question], task: Task = "classification", reconstruct: bool = False
@@ -273,9 +414,8 @@ class SmallNetwork(nn.Module):
         if reconstruct:
             raise ValueError("the small layout has no feature decoder: set feature_weight to 0")
         batch = pad(questions)
-        target = self.encode(batch, task)
-        prediction = self.decode(target, batch, task)
-        return [Answer(prediction[i, len(q.y) : len(q.x)], target[i, : len(q.x)]) for i, q in enumerate(questions)]
+        prediction, final = self.answer(batch, task)
+        return [Answer(prediction[i, len(q.y) : len(q.x)], final[i, : len(q.x)]) for i, q in enumerate(questions)]
 
     def peak_bytes(self, n: int, f: int, m: int, training: bool = False) -> int:
         """Estimate of the memory that one graph needs beyond the weights.
@@ -287,8 +427,8 @@ class SmallNetwork(nn.Module):
             training: keep what the backward pass needs.
         """
         c = self.config
-        tokens = n * (-(-f // c.group) + 1)
-        dense = 4 * n * n if n <= 4096 and c.kernel != "sparse" else 0
+        dense = n * n if n <= 4096 and c.kernel != "sparse" else 0
+        around = 4 * max(-(-f // c.group) * c.group, c.classes + 1) * (m + 12 * n)
         if training:
-            return 4 * c.blocks * (40 * tokens * c.width + (0 if dense else 3 * m * c.width)) + c.blocks * dense
-        return 4 * (16 * tokens * c.width + 6 * c.chunk * c.width) + dense + 24 * m
+            return around + c.blocks * (4 * (30 * n * c.width + (0 if dense else 3 * m * c.width)) + 4 * dense)
+        return around + 4 * (16 * n * c.width + 6 * c.chunk * c.width) + 4 * dense + 24 * m

@@ -55,7 +55,7 @@ def test_only_adapters_learn_when_asked(layout, tmp_path):
     changed = {k for k, v in module.network.state_dict().items() if not torch.equal(v, before[k])}
     assert changed
     words = (
-        ("graph_attention", "mlps.2", "norms.4", "norms.5")
+        ("surroundings", "graph_attention", "mlps.1", "norms.2", "norms.3")
         if layout == "tiny"
         else (".conv.", ".mlp.", "feature_decoder")
     )

@@ -77,9 +77,11 @@ def test_epochs_and_validation_have_their_own_graphs():
     first = [task for batch in loader for task in batch]
     loader.sampler.set_epoch(1)
     second = [task for batch in loader for task in batch]
-    validation = [task for batch in data.val_dataloader() for task in batch]
+    loader = data.val_dataloader()
+    validation = [task for batch in loader for task in batch]
     assert not any(same(a, b) for a in first for b in [*second, *validation])
-    again = [task for batch in data.val_dataloader() for task in batch]
+    loader.sampler.set_epoch(3)  # as Lightning does, for validation too
+    again = [task for batch in loader for task in batch]
     assert all(same(a, b) for a, b in zip(validation, again, strict=True))
 
 

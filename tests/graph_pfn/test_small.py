@@ -1,7 +1,9 @@
 import torch
+from sklearn.linear_model import Ridge
+from torch.nn import functional as F
 
 from lightning_modules.graph_pfn.losses import Question
-from lightning_modules.graph_pfn.small import SmallConfig, SmallNetwork
+from lightning_modules.graph_pfn.small import SmallConfig, SmallNetwork, pad, ridge
 
 
 def ring(n: int) -> torch.Tensor:
@@ -52,12 +54,57 @@ def test_dense_and_sparse_agree():
     torch.testing.assert_close(dense.query, sparse.query, atol=1e-5, rtol=1e-4)
 
 
-def test_new_adapters_change_nothing_but_the_degree():
+def test_new_adapters_change_nothing():
     model = network(awake=False)
     torch.nn.init.normal_(model.read_query.weight)
-    torch.nn.init.zeros_(model.log_degree.weight)
     q = question(15, 6)
     torch.testing.assert_close(model([q])[0].query, model([q._replace(edges=None)])[0].query)
+
+
+def test_surroundings_by_matrix_powers():
+    model = network()
+    q = question(12, 5)
+    q = q._replace(edges=q.edges[:, (q.edges != 3).all(0)])  # node 3 is alone
+    batch, labels = pad([q]), F.one_hot(q.y, 10).float()
+    x = F.pad(q.x, (0, 11))[None]
+    around = model.surroundings.look(x, labels[None], batch, "classification")
+    adjacency = torch.zeros(12, 12)
+    adjacency[q.edges[1], q.edges[0]] = 1
+    step = adjacency / adjacency.sum(1, keepdim=True).clamp(min=1)
+    smoothed = [z / (z.square().sum() / (12 * 16)).sqrt() for z in (step @ x[0], step @ step @ x[0])]
+    torch.testing.assert_close(around.columns[0], torch.cat(smoothed, 1))
+    start = F.pad(labels, (0, 0, 0, 7))
+    walks = [0.9**k * torch.matrix_power(step, k) @ start for k in range(1, 11)]
+    for i, met in enumerate((walks[0], sum(walks))):
+        shares = met / met.sum(1, keepdim=True).clamp(min=1e-6)
+        torch.testing.assert_close(around.votes[0, :, i], (shares + 0.01).log())
+    root = (adjacency.sum(1) + 1) ** -0.5
+    normal = root[:, None] * (adjacency + torch.eye(12)) * root
+    both = normal @ normal @ x[0]
+    both = both / (both.square().sum() / (12 * 16)).sqrt()
+    for i, columns in ((2, both), (3, torch.cat([x[0], *smoothed], 1))):
+        expected = 5 * ridge(columns[None], labels[None], batch.context[:, :5])[0]
+        torch.testing.assert_close(around.votes[0, :, i], expected, atol=1e-4, rtol=1e-4)
+    degree = torch.full((12,), 2.0)
+    degree[[2, 4]], degree[3] = 1, 0
+    torch.testing.assert_close(around.structure[0, :, 0], (degree + 1).log() - 1.5)
+    mass = sum(walks).sum(1)
+    torch.testing.assert_close(around.structure[0, :, 2], (mass / (mass.mean() + 1e-6) + 0.01).log())
+    met = model.surroundings.look(x, q.y.float()[None, :, None], batch, "regression").votes
+    torch.testing.assert_close(met[0, 5, 0, 0], torch.tensor(1.0))  # joined to nodes 4, of value 1, and 6, unknown
+
+
+def test_ridge_leaves_labelled_nodes_out():
+    torch.manual_seed(0)
+    x, y = torch.randn(9, 3), torch.randn(9, 2)
+    context = torch.arange(9) < 7
+    out = ridge(x[None], y[None, :8], context[None, :8])[0]
+    for node in range(9):
+        seen = context.clone()
+        seen[node] = False
+        model = Ridge(30.0).fit(x[seen], y[seen])
+        expected = torch.from_numpy(model.predict(x[node : node + 1]))[0].float() - y[:7].mean(0)
+        torch.testing.assert_close(out[node], expected * (1 + 30 / 7), atol=1e-4, rtol=1e-4)
 
 
 def test_renumbering_nodes_renumbers_predictions():
