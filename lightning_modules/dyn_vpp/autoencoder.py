@@ -1,5 +1,6 @@
 """Stage 1: the autoencoder whose latents the video model predicts."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lightning_modules.distributed import read_checkpoint, shard
 
+from .logged import log_means
 from .metrics import psnr, ssim
 from .networks import SMALL_AUTOENCODER, decode, encode, video_autoencoder
 from .sampler import context_noise
@@ -91,7 +93,7 @@ class LatentVideoAutoencoder(LightningModule):
         values = {"loss": l1 + self.hparams["kl_weight"] * kl, "l1": l1, "psnr": psnr(ours, theirs).mean()}
         if stage == "test":
             values["ssim"] = ssim(ours, theirs).mean()
-        self.log_dict({f"{stage}/{k}": v for k, v in values.items()}, batch_size=len(batch.index), sync_dist=True)
+        log_means(self, {f"{stage}/{k}": v for k, v in values.items()}, len(batch.index))
         return latents.double()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -142,10 +144,15 @@ class LatentVideoAutoencoder(LightningModule):
             self.autoencoder = video_autoencoder(self.config)
         self.autoencoder.register_to_config(scaling_factor=self.config["scaling_factor"])
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write diffusers' folder: `vae/config.json` and `vae/*.safetensors`."""
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write diffusers' folder: `vae/config.json` and `vae/*.safetensors`.
+
+        Args:
+            folder: Made if need be.
+            dtype: Type of the weights in the file, such as `torch.bfloat16`.
+        """
         assert self.autoencoder is not None, "call configure_model() first"
-        self.autoencoder.save_pretrained(Path(folder) / "vae")
+        copy.deepcopy(self.autoencoder).to(dtype).save_pretrained(Path(folder) / "vae")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "LatentVideoAutoencoder":

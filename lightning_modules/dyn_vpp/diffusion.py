@@ -2,20 +2,30 @@
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers.models.resnet import SpatioTemporalResBlock
 from diffusers.models.transformers.transformer_temporal import TransformerSpatioTemporalModel
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_modules.distributed import read_checkpoint, shard
 
 from .autoencoder import read_autoencoder
+from .logged import log_means
 from .lora import merge
-from .metrics import flow_error, group_diversity, high_frequency_energy, psnr, ssim
+from .metrics import (
+    centroid_error,
+    colour_centroid,
+    flow_error,
+    group_diversity,
+    high_frequency_energy,
+    perceptual_distance,
+    psnr,
+    ssim,
+)
 from .networks import SMALL_AUTOENCODER, SMALL_UNET, Condition
 from .objective import denoising_loss
 from .rewards import cosine_reward, l1_reward, latent_reward
@@ -44,7 +54,7 @@ class VideoDiffusion(LightningModule):
     - `diversity`, mean absolute difference between two samples of a group;
     - `sharpness`, energy of the upper half of spatial frequencies over the expert's: falls below 1 with blur;
     - with pictures, for `test/` only: `psnr` (dB), `ssim`, `flow_error` (pixels) of the ODE sample, and `l1_frame_<k>`,
-      `cosine_frame_<k>`.
+      `cosine_frame_<k>`; where asked for, `centroid_error` (pixels) and `lpips`.
 
     Args:
         unet: Arguments of diffusers' class; those left out are `networks.SMALL_UNET`'s. `num_frames` is the clip's.
@@ -65,6 +75,9 @@ class VideoDiffusion(LightningModule):
         rows: Most videos in one pass of the U-Net when sampling.
         cache_latents: Encode each clip once and keep its latents in memory.
         eval_group: Samples of a clip in validation and test.
+        object_colour: Red, green, blue in [0, 1] of an object whose centre is compared with the expert's in the test,
+            see `metrics.colour_centroid`.
+        perceptual: Network of LPIPS in the test: "alex", "vgg" or "squeeze". torchvision loads its weights.
         optimizer: By default AdamW, learning rate 1e-4, no weight decay.
         lr_scheduler: Stepped once per optimiser step; none by default.
         init_from: What to start from: a folder of `save_pretrained`, a folder with diffusers' `unet/` and `vae/` such
@@ -100,6 +113,8 @@ class VideoDiffusion(LightningModule):
         rows: int | None = None,
         cache_latents: bool = True,
         eval_group: int = 4,
+        object_colour: list[float] | None = None,
+        perceptual: Literal["alex", "vgg", "squeeze"] | None = None,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         init_from: str | None = None,
@@ -118,6 +133,7 @@ class VideoDiffusion(LightningModule):
             raise ValueError(f"eval_group {eval_group} must be at least 2: the diversity compares samples")
         self.model: VideoModel | None = None
         self._latents: dict[int, Tensor] = {}
+        self._perceptual: list[nn.Module] = []  # in a list, so that it is not saved
 
     # ------------------------------------------------------------------------------------------- building
 
@@ -154,8 +170,10 @@ class VideoDiffusion(LightningModule):
         """Called once, before sharding: the U-Net and the text are trained."""
 
     def setup(self, stage: str) -> None:
-        """Forget the latents of other data."""
+        """Forget the latents of other data; load LPIPS for a test."""
         self._latents = {}
+        if stage == "test" and self.hparams["perceptual"]:
+            self._perceptual = [perceptual_distance(self.hparams["perceptual"]).to(self.device)]
 
     def train(self, mode: bool = True) -> "VideoDiffusion":
         """The autoencoder always stays in evaluation mode."""
@@ -300,9 +318,15 @@ class VideoDiffusion(LightningModule):
                 "ssim": ssim(ours, theirs)[:, 1:].mean(),
                 "flow_error": flow_error(ours, theirs).mean(),
             }
+            if colour := self.hparams["object_colour"]:
+                errors = centroid_error(ours, colour_centroid(theirs, colour), colour)[:, 1:]
+                seen = int((~errors.isnan()).sum())  # frames in which the object is in sight
+                log_means(self, {"test/centroid_error": errors.nanmean()}, seen)
+            for measure in self._perceptual:
+                values["lpips"] = measure(ours[:, 1:].flatten(0, 1), theirs[:, 1:].flatten(0, 1))
             for k in range(latents.shape[1]):
                 values |= {f"l1_frame_{k}": l1[..., k].mean(), f"cosine_frame_{k}": cosine[..., k].mean()}
-        self.log_dict({f"{stage}/{k}": v for k, v in values.items()}, batch_size=len(batch.index), sync_dist=True)
+        log_means(self, {f"{stage}/{k}": v for k, v in values.items()}, len(batch.index))
         return reward[..., 1:].mean((1, 2))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 
@@ -25,6 +25,25 @@ def ssim(prediction: Tensor, target: Tensor) -> Tensor:
     ours, theirs = (x.flatten(0, -4).float() for x in (prediction, target))
     values = structural_similarity_index_measure(ours, theirs, data_range=1.0, reduction="none")
     return values.unflatten(0, prediction.shape[:-3])  # type: ignore[union-attr]
+
+
+def perceptual_distance(network: str) -> nn.Module:
+    """LPIPS (arXiv 1801.03924): takes two batches of pictures `[n 3 h w]` in [0, 1], gives the mean distance.
+
+    Args:
+        network: "alex", "vgg" or "squeeze"; torchvision reads or downloads its ImageNet weights.
+
+    Raises:
+        FileNotFoundError: If the weights are neither there nor to be had.
+    """
+    from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
+
+    try:
+        return LearnedPerceptualImagePatchSimilarity(net_type=network, normalize=True).eval()
+    except OSError as error:
+        raise FileNotFoundError(
+            f"LPIPS needs torchvision's {network} weights, which cannot be loaded: {error}"
+        ) from None
 
 
 def lucas_kanade(

@@ -12,6 +12,7 @@ from lightning_modules.distributed import shard
 
 from .action_model import ACTIONS, FEATURES, ActionConfig, ActionModel, VideoRolloutPolicy
 from .diffusion import VideoDiffusion, read_model
+from .logged import log_means
 from .networks import ActionBlock, VideoFormerLayer
 from .sampler import context_noise
 from .video_model import VideoModel
@@ -214,8 +215,7 @@ class VideoPolicy(LightningModule):
 
     def _evaluate(self, batch: Any, stage: str) -> None:
         error = (self._plan(batch) - self._chunk(batch)).abs().mean()
-        values = {f"{stage}/loss": self.loss(batch, 0), f"{stage}/action_error": error}
-        self.log_dict(values, batch_size=len(batch.index), sync_dist=True)
+        log_means(self, {f"{stage}/loss": self.loss(batch, 0), f"{stage}/action_error": error}, len(batch.index))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Loss and error of generated chunks."""

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from callbacks.video_grid import VideoGrid
 from datamodules.videos import ExpertVideos
 from lightning_modules import DynVPP, LatentVideoAutoencoder, VideoDiffusion
 from lightning_modules.dyn_vpp.diffusion import read_model
+from lightning_modules.dyn_vpp.logged import log_means
 from lightning_modules.dyn_vpp.networks import SVD_AUTOENCODER, SVD_UNET
 from lightning_modules.dyn_vpp.video_model import VideoModel
 from tests.dyn_vpp.toys import AUTOENCODER, DATA, UNET, write_folder
@@ -156,6 +158,22 @@ def test_latents_are_those_of_the_encoder_and_kept(home, base):
     assert torch.equal(module.latents(batch._replace(video=torch.zeros_like(batch.video))), first)
 
 
+def test_means_are_over_the_clips_of_all_ranks():
+    """This rank has 2 clips, another 1; what is not a number here does not count if there are no clips."""
+    logged: dict = {}
+
+    def reduce(totals, reduce_op):
+        assert reduce_op == "sum"
+        return totals + torch.tensor([9.0, 1.0])
+
+    trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace(reduce=reduce))
+    module = SimpleNamespace(trainer=trainer, log_dict=lambda values, **options: logged.update(values, **options))
+    log_means(module, {"test/a": torch.tensor(3.0)}, 2)
+    assert logged["test/a"] == 5 and logged["batch_size"] == 3
+    log_means(module, {"test/a": torch.tensor(float("nan"))}, 0)
+    assert logged["test/a"] == 9 and logged["batch_size"] == 1
+
+
 # ---------------------------------------------------------------------------------------------- stage 3
 
 
@@ -183,6 +201,7 @@ def test_ratio_is_one_before_the_update_and_micro_batches_change_nothing(home, b
         logged: dict = {}
         run = trainer(home / f"micro_{shared}_{size}", max_steps=1, limit_val_batches=0)
         module.log_dict = lambda values, logged=logged, **_: logged.update(values)
+        module.log = lambda name, value, logged=logged, **_: logged.update({name: value})
         run.fit(module, data(home))
         assert logged["train/ratio"].item() == pytest.approx(1, abs=1e-6)
         assert logged["train/ratio_error"].item() < 1e-5
@@ -217,6 +236,18 @@ def test_the_gain_is_over_the_base_on_equal_noise(home, base):
     run.fit(module, data(home))
     assert run.callback_metrics["val/reward_gain"] == 0
     assert module._base_metrics["val/reward"] == pytest.approx(run.callback_metrics["val/reward"].item())
+
+
+def test_the_gradients_cosine_is_measured_and_changes_nothing(home, base):
+    module = post(base, cosine_every=1, skip_frames=1, scale="none")
+    plain = post(base, skip_frames=1, scale="none")
+    found = []
+    measure = module.gradient_cosine
+    module.gradient_cosine = lambda batch: found.append(measure(batch)) or found[-1]
+    for name, model in (("cosine", module), ("plain", plain)):
+        trainer(home / name, max_steps=1, limit_val_batches=0).fit(model, data(home))
+    assert len(found) == 1 and -1 < found[0] < 1
+    assert all(torch.equal(v, plain.state_dict()[k]) for k, v in module.state_dict().items())
 
 
 def test_adapters_alone_are_trained_and_merged_on_saving(home, base):

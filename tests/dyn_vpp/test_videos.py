@@ -41,6 +41,19 @@ def test_clips_lie_inside_their_episode_and_none_is_left_out(lengths, span, ever
     assert list(zip(start.tolist(), episode.tolist(), strict=True)) == expected
 
 
+def test_evaluation_clips_can_be_fewer(tmp_path):
+    write_folder(tmp_path / "own")
+    both = []
+    for every in (None, 4):
+        data = ExpertVideos(str(tmp_path / "own"), data_dir=str(tmp_path / "data"), **DATA, eval_every=every)
+        data.prepare_data()
+        data.setup()
+        both.append({split: len(data.clips(split)) for split in ("train", "val", "test")})
+    assert both[0]["train"] == both[1]["train"]
+    # 12 frames, clips of 7: starts 0, 2, 4 or 0, 4
+    assert (both[0]["val"], both[1]["val"], both[1]["test"]) == (3, 2, 2)
+
+
 def test_splits_share_no_video_and_no_number(tmp_path):
     module = data(tmp_path)
     episodes = [set(module.clips(split).episode.tolist()) for split in ("train", "val", "test")]
