@@ -1,18 +1,18 @@
-"""Speed of FedHPro, as ratios in one run on one thread.
+"""Speed of FedHPro, as ratios in one run on one thread, and its memory.
 
-    python benchmarks/fedhpro.py [--repeats 7]
+    python benchmarks/fedhpro.py [--repeats 7] [--parts memory together speed]
 
-1. Matching of hyper-prototypes: the closed form against a double backward, once vectorised over classes and once class
+1. Memory: the peak of this process after a round of the released ResNet-10 with 10 clients, with 100 clients that
+   share the same images, and with 100 clients of MOON, which keeps their models.
+2. Local training of many small clients of equal size: together (`clients_together`) against one after the other.
+3. Matching of hyper-prototypes: the closed form against a double backward, once vectorised over classes and once class
    by class as the released driver does it.
-2. A round: tensors and batched augmentation against the released driver's way of working, re-created from its
+4. A round: tensors and batched augmentation against the released driver's way of working, re-created from its
    description: every client's images are decoded one by one and joined each round for the class gradients, a new
    `DataLoader` over PIL images is made for every client and epoch, and one random crop is drawn per batch. Networks,
    clients, batches, epochs and losses are the same; the losses of the re-creation are vectorised (favourable to it).
-3. Local training of many small clients of equal size: together (`clients_together`) against one after the other.
-4. Memory: the peak of a process that runs one round of the released ResNet-10, with 10 and with 100 clients that share
-   the same images.
 
-Prints medians of alternating repeats and writes `benchmarks/results/fedhpro/speed.json`.
+Prints medians of alternating repeats and writes `benchmarks/results/fedhpro/<part>.json`; `speed` is 3 and 4.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import copy
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -45,7 +44,7 @@ from lightning_modules.fedhpro.matching import match_hyper_prototypes
 from lightning_modules.fedhpro.network import ResNet10, SmallCNN
 from lightning_modules.fedhpro.strategies import HyperPrototypes, head_of
 
-RESULT = Path(__file__).parent / "results" / "fedhpro" / "speed.json"
+RESULTS = Path(__file__).parent / "results" / "fedhpro"
 
 
 def alternate(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -82,7 +81,7 @@ def double_backward(s: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, st
 
 
 def matching(num_classes: int, repeats: int) -> dict[str, float]:
-    """Part 1 for one number of classes."""
+    """Part 3 for one number of classes."""
     g = torch.Generator().manual_seed(0)
     s, targets = torch.randn(num_classes, 5, 256, generator=g), torch.randn(num_classes, 256, generator=g)
     weight, bias = torch.randn(num_classes, 256, generator=g) / 16, torch.zeros(num_classes)
@@ -162,7 +161,7 @@ def our_round(network: torch.nn.Module, clients: list[Client], plan: LocalTraini
 
 
 def rounds(name: str, repeats: int) -> dict[str, float]:
-    """Part 2 for one setting."""
+    """Part 4 for one setting."""
     if name == "SmallCNN, digits 8x8, 10 clients, batch 32":
         data, network = FederatedImages(augment=["crop"]), SmallCNN(10)
         batch = 32
@@ -182,7 +181,7 @@ def rounds(name: str, repeats: int) -> dict[str, float]:
 
 
 def together(width: int, dim: int, images: int, repeats: int) -> dict[str, float]:
-    """Part 3: 50 clients of equal size, two epochs in batches of 8."""
+    """Part 2: 50 clients of equal size, two epochs in batches of 8."""
     data = FederatedImages(augment=["crop"], clients=50, partition="even", images_per_client=images)
     data.setup()
     clients, network = data.round(0).clients, SmallCNN(10, width=width, dim=dim)
@@ -203,56 +202,70 @@ def together(width: int, dim: int, images: int, repeats: int) -> dict[str, float
     return alternate(ways, repeats)
 
 
-def one_round(strategy: str, clients: int) -> float:
-    """Part 4, in a process of its own: peak memory in MB of one round of ResNet-10 with `clients` clients."""
+def peak_after(strategy: str, clients: int) -> float:
+    """Part 1: peak memory of this process in MB, after one round of ResNet-10."""
     data = FederatedImages(clients=clients, partition="even")
     model = FedHPro(strategy, network="ResNet10", network_args={"in_channels": 1}, local_epochs=1, local_batch_size=16)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = Trainer(max_epochs=1, logger=False, accelerator="cpu", num_sanity_val_steps=0, **quiet)
-    trainer.fit(model, data)
+    Trainer(max_epochs=1, logger=False, accelerator="cpu", num_sanity_val_steps=0, **quiet).fit(model, data)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1024**2)
 
 
-def memory() -> dict[str, float]:
-    """Part 4."""
+def measure_memory() -> dict[str, float]:
+    """Part 1; the peak of a process never falls, so the order is from small to large."""
     peaks = {}
-    for strategy, clients in (("HyperPrototypes", 10), ("HyperPrototypes", 100), ("Moon", 10), ("Moon", 100)):
-        child = [sys.executable, __file__, "--one_round", strategy, str(clients)]
-        output = subprocess.run(child, check=True, capture_output=True, text=True).stdout
-        peaks[f"{strategy}, {clients} clients"] = float(output.splitlines()[-1])
+    for strategy, clients in (("HyperPrototypes", 10), ("HyperPrototypes", 100), ("Moon", 100)):
+        peaks[f"{strategy}, {clients} clients"] = peak_after(strategy, clients)
+    for what, peak in peaks.items():
+        print(f"peak memory, {what}: {peak:.0f} MB", flush=True)
     return peaks
+
+
+def show(what: str, times: dict[str, float]) -> dict[str, float]:
+    """Print seconds and ratios to the first way."""
+    ours = next(iter(times))
+    print(what)
+    for name, seconds in times.items():
+        print(f"  {name:32} {1000 * seconds:9.1f} ms CPU   {seconds / times[ours]:6.2f}x", flush=True)
+    return times
+
+
+def measure_together(repeats: int) -> dict[str, dict[str, float]]:
+    """Part 2."""
+    times = {}
+    for width, dim, images in ((4, 16, 8), (16, 128, 16)):
+        name = f"50 clients of {images} images 8x8, SmallCNN width {width}, 2 epochs, batch 8"
+        times[name] = show(name, together(width, dim, images, repeats))
+    return times
+
+
+def measure_speed(repeats: int) -> dict[str, dict[str, float]]:
+    """Parts 3 and 4."""
+    times = {}
+    for num_classes in (10, 100):
+        name = f"matching, C = {num_classes}, I = 5, d = 256, 30 steps"
+        times[name] = show(name, matching(num_classes, repeats))
+    for setting in ("SmallCNN, digits 8x8, 10 clients, batch 32", "ResNet10 width 8, 32x32, 10 clients, batch 64"):
+        times[f"round, {setting}"] = show(f"round, {setting}", rounds(setting, max(2, repeats // 2)))
+    return times
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--one_round", nargs=2, help=argparse.SUPPRESS)  # strategy and clients, of a child process
+    parts = ["memory", "together", "speed"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.one_round:
-        print(one_round(options.one_round[0], int(options.one_round[1])))
-        return
-    result = {"command": " ".join(sys.argv), "torch": torch.__version__, "seconds": {}}
-    for num_classes in (10, 100):
-        result["seconds"][f"matching, C = {num_classes}, I = 5, d = 256, 30 steps"] = matching(
-            num_classes, options.repeats
-        )
-    for name in ("SmallCNN, digits 8x8, 10 clients, batch 32", "ResNet10 width 8, 32x32, 10 clients, batch 64"):
-        result["seconds"][f"round, {name}"] = rounds(name, max(2, options.repeats // 2))
-    for width, dim, images in ((4, 16, 8), (16, 128, 16)):
-        name = f"50 clients of {images} images 8x8, SmallCNN width {width}, 2 epochs, batch 8"
-        result["seconds"][name] = together(width, dim, images, max(2, options.repeats // 2))
-    result["peak megabytes"] = memory()
-    for what, times in result["seconds"].items():
-        ours = next(iter(times))
-        print(what)
-        for name, seconds in times.items():
-            print(f"  {name:32} {1000 * seconds:9.1f} ms CPU   {seconds / times[ours]:6.2f}x")
-    for what, peak in result["peak megabytes"].items():
-        print(f"peak memory of a round, {what}: {peak:.0f} MB")
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for part in [p for p in parts if p in options.parts]:  # memory first: what else ran would hide it
+        result = {"command": " ".join(sys.argv), "torch": torch.__version__}
+        if part == "memory":
+            result["peak megabytes"] = measure_memory()
+        else:
+            result["seconds"] = {"together": measure_together, "speed": measure_speed}[part](options.repeats)
+        (RESULTS / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

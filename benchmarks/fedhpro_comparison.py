@@ -51,18 +51,13 @@ ROWS: dict[str, dict[str, Any]] = {  # name: strategy and its arguments
     "AlignmentOnly": ANCHORS,
     "HeadRetraining": ANCHORS,
 }
-# Pixels in [0, 1], no augmentation.
-DOMAINS = {"partition": "domain"}
-GREY, COLOUR = {"mean": [0.0], "std": [1.0]}, {"mean": [0.0] * 3, "std": [1.0] * 3}
+DOMAINS = {"partition": "domain", "val_fraction": 0.2}
 CIFAR = {"train_size": 5000, "test_size": 2000, "clients": 10, "val_fraction": 0.2}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "digit_domains": DOMAINS
-    | GREY
-    | {"image_size": 16, "channels": 1, "clients": 9, "images_per_client": 60, "train_size": 1200}
-    | {"val_fraction": 0.2, "test_size": 350},
-    "office": DOMAINS
-    | COLOUR
-    | {"image_size": 32, "channels": 3, "clients": 8, "images_per_client": 80, "val_fraction": 0.2},
+    "digit_domains": DOMAINS  # pixels in [0, 1]; the other settings have them in [-1, 1]
+    | {"image_size": 16, "channels": 1, "mean": [0.0], "std": [1.0]}
+    | {"clients": 9, "images_per_client": 60, "train_size": 1200, "test_size": 350},
+    "office": DOMAINS | {"image_size": 32, "channels": 3, "clients": 8, "images_per_client": 80},
     "cifar10_dirichlet05": CIFAR | {"partition": "dirichlet", "alpha": 0.5},
     "cifar10_dirichlet005": CIFAR | {"partition": "dirichlet", "alpha": 0.05},
     "cifar10_longtail100": CIFAR | {"partition": "dirichlet_balanced", "alpha": 0.5, "long_tail": 100},

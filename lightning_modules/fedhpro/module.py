@@ -214,7 +214,9 @@ class FedHPro(LightningModule):
             _copy(local_state(self.network), local_state(scratch))
             group = [own[k][1] for k in ids]
             if len(group) == 1:
-                reports = [train_client(scratch, *group, self.strategy, self.training_plan, batch.number, part)]
+                reports: Iterable[ClientReport] = [
+                    train_client(scratch, group[0], self.strategy, self.training_plan, batch.number, part)
+                ]
             else:
                 reports = train_together(scratch, group, self.strategy, self.training_plan, batch.number)
             for client, report in zip(group, reports, strict=True):
@@ -325,12 +327,12 @@ class FedHPro(LightningModule):
             self._domain_names = batch.domain_names
             columns = len(batch.domain_names) + batch.clients
             self._tally = torch.zeros(3, columns, device=self.device, dtype=torch.double)
-        rows = [
+        kinds = [
             F.cross_entropy(logits, batch.label, reduction="none"),
             (logits.argmax(1) == batch.label).float(),
             torch.ones_like(logits[:, 0]),
         ]
-        rows = torch.stack(rows).double()
+        rows = torch.stack(kinds).double()
         self._tally.index_add_(1, batch.domain, rows)
         owned = batch.client >= 0
         self._tally.index_add_(1, len(batch.domain_names) + batch.client[owned], rows[:, owned])
