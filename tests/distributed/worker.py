@@ -1,8 +1,8 @@
-"""Runs in two processes: every case that a test in this folder asks for, one after the other.
+"""Runs in two processes: every case that a test asks for, one after the other.
 
-`python -m tests.distributed.worker CASES.json`: a list of {"name", "args"} and perhaps "run", the
-run folder, each `args` a command line of the CLI.
-The processes are started by `pair.launch` with the variables that torchrun sets.
+A line on the standard input names a folder with `cases.json`: a list of {"name", "args"} and perhaps "run", the run
+folder, each `args` a command line of the CLI; or {"name", "code"}. What they print goes to `rank<r>.log` there, and
+then "done" to the standard output. The processes are started by `pair.launch` with the variables that torchrun sets.
 """
 
 import json
@@ -14,13 +14,10 @@ from pathlib import Path
 import torch
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    cases = json.loads(Path(sys.argv[1]).read_text())
+def run(folder: Path, rank: str) -> None:
     import cli
 
-    rank = os.environ["RANK"]
-    for case in cases:
+    for case in json.loads((folder / "cases.json").read_text()):
         os.environ.pop("FULGURITE_RUN", None)
         if "run" in case:  # as Lightning's own launcher would hand it on; without it the ranks must agree by themselves
             os.environ["FULGURITE_RUN"] = case["run"]
@@ -35,6 +32,23 @@ def main() -> None:
         except Exception:
             print(f"CASE {case['name']} failed on rank {rank}\n{traceback.format_exc()}", flush=True)
             os._exit(1)  # the other rank would wait for ever in a collective
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rank = os.environ["RANK"]
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        folder = Path(line.strip())
+        os.chdir(folder)
+        log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        run(folder, rank)
+        sys.stdout.flush()
+        answers.write("done\n")
+        answers.flush()
 
 
 if __name__ == "__main__":
