@@ -25,6 +25,7 @@ from lightning_modules.most.balance import (
 )
 from lightning_modules.most.discriminators import AdversarialLosses, Discriminators
 from lightning_modules.most.encoders import build_encoder
+from lightning_modules.most.judge import Judge, normalise
 from lightning_modules.most.language_model import load_language_model, upcycle
 from lightning_modules.most.moe import MaskPosition, make_modality_aware, moe_blocks
 from lightning_modules.most.network import SpeechTextModel, token_losses
@@ -52,6 +53,7 @@ SCORES = {
     "tts_stopped": MeanMetric,
     "unit_likelihood_accuracy": MeanMetric,
     "tts_wer_own_judge": WordErrorRate,
+    "tts_wer": WordErrorRate,
 }
 SPOKEN = ("tts", "qa_speech", "interleaved")  # tasks whose sequences hold unit tokens
 
@@ -105,6 +107,8 @@ class MoST(LightningModule):
         max_length: longest sequence in tokens.
         max_response: most tokens of a generated response.
         check_shuffled: also transcribe each validation batch with its audio exchanged between utterances.
+        judge: hub id or folder of a CTC recogniser of transformers that transcribes generated speech in the test, such
+            as `facebook/hubert-large-ls960-ft`; null has none.
         gradient_checkpointing: recompute activations in the backward pass.
         optimizer: by default AdamW with learning rate 5e-5, betas (0.9, 0.95) and weight decay 0.01.
         warmup_steps: steps of linear warm-up; then the learning rate falls to 0 along a cosine.
@@ -142,6 +146,7 @@ class MoST(LightningModule):
         max_length: int = 2048,
         max_response: int = 500,
         check_shuffled: bool = False,
+        judge: str | None = None,
         gradient_checkpointing: bool = False,
         optimizer: OptimizerCallable | None = None,
         warmup_steps: int = 1000,
@@ -160,6 +165,7 @@ class MoST(LightningModule):
         self.vocoder: UnitVocoder | None = None
         self.durations: DurationPredictor | None = None
         self.discriminators: Discriminators | None = None
+        self.judge: Judge | None = None
         self.scores = nn.ModuleDict({name: metric() for name, metric in SCORES.items()})
 
     # ------------------------------------------------------------------------------------------------ building
@@ -512,7 +518,11 @@ class MoST(LightningModule):
         """Begin a new count of expert loads."""
         self.expert_load.zero_()
 
-    on_test_epoch_start = on_validation_epoch_start
+    def on_test_epoch_start(self) -> None:
+        """The same, and load the judge."""
+        self.on_validation_epoch_start()
+        if self.hparams.judge is not None and self.judge is None:
+            self.judge = Judge(self.hparams.judge, self.device)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Transcribe and compare.
@@ -534,7 +544,8 @@ class MoST(LightningModule):
         `test/unit_error` (edit distance of generated to real units per real unit), `test/tts_stopped` (share of
         utterances that end by themselves) and `test/unit_likelihood_accuracy` (share of utterances whose units are
         likelier per token than the same units in random order); with a vocoder, `test/tts_wer_own_judge` (errors per
-        word in transcripts of generated speech by this very model).
+        word in transcripts of generated speech by this very model) and, with a judge, `test/tts_wer` (the same by it,
+        lower case, without punctuation).
         """
         self._evaluate(batch)
         if any(self.tasks.get(task, 0) > 0 for task in SPOKEN):
@@ -616,6 +627,8 @@ class MoST(LightningModule):
             length = torch.tensor([len(s) for s in speech], device=self.device)
             audio = nn.utils.rnn.pad_sequence(speech, batch_first=True)
             self.scores["tts_wer_own_judge"].update(self(audio, length), batch.text)
+            if self.judge is not None:
+                self.scores["tts_wer"].update(self.judge(speech), [normalise(text) for text in batch.text])
 
     @torch.no_grad()
     def unit_likelihood(self, units: list[Tensor]) -> Tensor:
