@@ -3,22 +3,25 @@
 import json
 import math
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from diffusers import AutoencoderKLTemporalDecoder, UNetSpatioTemporalConditionModel
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import cli
 from callbacks.video_grid import VideoGrid
+from configs import find
 from datamodules.videos import ExpertVideos
 from lightning_modules import DynVPP, LatentVideoAutoencoder, VideoDiffusion
 from lightning_modules.dyn_vpp.diffusion import read_model
 from lightning_modules.dyn_vpp.logged import log_means
 from lightning_modules.dyn_vpp.networks import SVD_AUTOENCODER, SVD_UNET
-from lightning_modules.dyn_vpp.video_model import VideoModel
+from lightning_modules.dyn_vpp.video_model import VideoModel, located
 from tests.dyn_vpp.toys import AUTOENCODER, DATA, UNET, write_folder
 from tests.helpers import run as run_command
 from tests.helpers import weights
@@ -345,3 +348,22 @@ def test_paper_sizes_build_without_memory():
     with torch.device("meta"):
         model = VideoModel(SVD_UNET, SVD_AUTOENCODER, {"vocabulary": 8, "length": 20}, guidance=7.5)
     assert sum(p.numel() for p in model.unet.parameters()) == 1_524_623_082
+
+
+def test_the_shipped_base_is_small_and_what_the_configs_describe():
+    folder = located("metaworld")
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    assert sum(p.stat().st_size for p in files) < 8e6
+    assert {p.suffix for p in files} == {".json", ".safetensors"}
+    model = read_model("metaworld")
+    base = yaml.safe_load(find("dyn_vpp/metaworld_base").read_text())["model"]["init_args"]
+    assert {k: model.config["unet"][k] for k in base["unet"]} == base["unet"]
+    assert model.config["text"] == {"vocabulary": base["vocabulary"], "length": base["tokens"]}
+    first = yaml.safe_load(find("dyn_vpp/metaworld_autoencoder").read_text())["model"]["init_args"]["autoencoder"]
+    assert {k: model.config["autoencoder"][k] for k in first} == first
+    for name in ("metaworld", "metaworld_policy"):
+        config = yaml.safe_load(find(f"dyn_vpp/{name}").read_text())
+        assert config["model"]["init_args"]["init_from"] == "metaworld"
+        assert config["data"]["init_args"]["frames"] == model.frames
+        assert config["model"]["init_args"]["sigma_max"] == base["sigma_max"]
+    assert located("./metaworld") == Path("metaworld")  # a folder of your own
