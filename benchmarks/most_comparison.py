@@ -1,11 +1,11 @@
 """MAMoE against VanillaMoE and NoShared on real spoken digits, at equal parameters and steps.
 
     python benchmarks/most_comparison.py run [--source data/spoken_digits/manifest.jsonl] [--seeds 0 1 2] [--epochs 3]
-    python benchmarks/most_comparison.py table
+    python benchmarks/most_comparison.py table [--epochs 3]
 
-Every row (variant and seed) is a JSON file below benchmarks/results/most/ as soon as it is measured; rows that exist
-are skipped, so a stopped run goes on where it was. The setting is configs/most/spoken_digits_real.yaml; its data are
-the Free Spoken Digit Dataset as a manifest (`audio`, `text`, `speaker`, `split`) and synthetic voices made on the spot.
+Every row (variant and seed) is a JSON file in benchmarks/results/most/epochs_N/ as soon as it is measured; rows that
+exist are skipped, so a stopped run goes on where it was. The setting is configs/most/spoken_digits_real.yaml; its data
+are the Free Spoken Digit Dataset as a manifest (`audio`, `text`, `speaker`, `split`) and voices made on the spot.
 `table` writes the table (Markdown) and the figure of the card.
 """
 
@@ -50,10 +50,11 @@ def measure(variant: str, seed: int, source: str, epochs: int, data_dir: Path) -
 
 def run(options: argparse.Namespace) -> None:
     """Measure the rows that are missing."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    folder = RESULTS / f"epochs_{options.epochs}"
+    folder.mkdir(parents=True, exist_ok=True)
     for seed in options.seeds:
         for variant in options.only:
-            path = RESULTS / f"{variant}_{seed}.json"
+            path = folder / f"{variant}_{seed}.json"
             if path.is_file():
                 print(f"{path.name} exists")
                 continue
@@ -65,11 +66,11 @@ def run(options: argparse.Namespace) -> None:
             path.write_text(json.dumps(row, indent=1) + "\n")
 
 
-def table() -> None:
+def table(folder: Path) -> None:
     """Mean and standard deviation over seeds, as Markdown and as a figure."""
     from matplotlib.figure import Figure
 
-    rows = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*_[0-9]*.json"))]
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*_[0-9]*.json"))]
     found = [v for v in VARIANTS if any(row["variant"] == v for row in rows)]
     names = [n for n in SHOWN if any(f"test/{n}" in row for row in rows)]
     cells = {
@@ -80,7 +81,7 @@ def table() -> None:
         values = [cells[variant][n] for n in names]
         shown = [f"{mean(x):.3f}" + (f" ± {stdev(x):.3f}" if len(x) > 1 else "") if x else "-" for x in values]
         lines.append(f"| {variant} | {max(map(len, values))} | " + " | ".join(shown) + " |")
-    (RESULTS / "table.md").write_text("\n".join(lines) + "\n")
+    (folder / "table.md").write_text("\n".join(lines) + "\n")
     figure = Figure(figsize=(2.2 * len(names), 3), layout="constrained")
     for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         for i, variant in enumerate(found):
@@ -88,7 +89,7 @@ def table() -> None:
         axis.set_title(name, fontsize=8)
         axis.set_xticks(range(len(found)), found, rotation=30, fontsize=7)
         axis.set_ylim(bottom=0)
-    figure.savefig(RESULTS / "comparison.png", dpi=120)
+    figure.savefig(folder / "comparison.png", dpi=120)
     print("\n".join(lines))
 
 
@@ -102,7 +103,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     options = parser.parse_args()
-    table() if options.action == "table" else run(options)
+    table(RESULTS / f"epochs_{options.epochs}") if options.action == "table" else run(options)
 
 
 if __name__ == "__main__":
