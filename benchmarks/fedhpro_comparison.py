@@ -125,6 +125,7 @@ def one_run(options: argparse.Namespace, row: str, lr: float, seed: int) -> dict
     result |= {"val": curve.val, "test": curve.test, "cpu_seconds": time.process_time() - start}
     result["budget"] = {k: getattr(options, k) for k in ("rounds", "epochs", "batch_size", "lrs", "sources")}
     # files by their names: where they lie on this machine means nothing elsewhere
+    result["budget"]["sources"] = [Path(source).name for source in options.sources]
     command = " ".join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv)
     return result | {"command": command}
 
