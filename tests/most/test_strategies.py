@@ -18,6 +18,7 @@ def arguments(data_dir, balance: str) -> list[str]:
         *(f"{data}.data_dir", str(data_dir), f"{data}.made.utterances", "120", f"{data}.made.unseen_utterances", "24"),
         *(f"{data}.batch_size", "8", f"{model}.num_units", "16", f"{model}.unit_frames", "1500"),
         *(f"{model}.vocoder_width", "16", f"{model}.max_response", "20", f"{model}.warmup_steps", "1"),
+        *(f"{model}.vocoder_adversarial", "0.02", f"{model}.discriminator_width", "4"),
         *("--trainer.max_epochs", "2", "--trainer.limit_train_batches", "3", "--trainer.limit_val_batches", "1"),
         *("--trainer.check_val_every_n_epoch", "1", "--trainer.log_every_n_steps", "1"),
         *("--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"),
