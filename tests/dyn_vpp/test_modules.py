@@ -241,6 +241,7 @@ def test_the_gain_is_over_the_base_on_equal_noise(home, base):
     assert module._base_metrics["val/reward"] == pytest.approx(run.callback_metrics["val/reward"].item())
 
 
+@pytest.mark.long
 def test_the_gradients_cosine_is_measured_and_changes_nothing(home, base):
     module = post(base, cosine_every=1, skip_frames=1, scale="none")
     plain = post(base, skip_frames=1, scale="none")
