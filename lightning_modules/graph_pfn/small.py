@@ -56,6 +56,7 @@ class Batch(NamedTuple):
         context: (b, n) bool, labelled nodes; they come first.
         real: (b, n) bool, False where padded.
         edges: directed edges (2, m) between nodes of the flattened batch, `b * n`; None leaves the adapters out.
+        labelled: k, the most labelled nodes of a graph.
     """
 
     x: Tensor
@@ -63,6 +64,7 @@ class Batch(NamedTuple):
     context: Tensor
     real: Tensor
     edges: Tensor | None
+    labelled: int
 
 
 def pad(questions: list[Question]) -> Batch:
@@ -75,7 +77,8 @@ def pad(questions: list[Question]) -> Batch:
     context = torch.stack([position < len(q.y) for q in questions])
     real = torch.stack([position < len(q.x) for q in questions])
     edges = [q.edges + i * n for i, q in enumerate(questions) if q.edges is not None and q.edges.shape[1]]
-    return Batch(x, y, context, real, torch.cat(edges, 1) if edges else None)
+    joined = torch.cat(edges, 1) if edges else None
+    return Batch(x, y, context, real, joined, max(len(q.y) for q in questions))
 
 
 def neighbour_mean(x: Tensor, edges: Tensor) -> Tensor:
@@ -373,7 +376,7 @@ class SmallNetwork(nn.Module):
         Returns:
             Logits (b, n, c) or values (b, n), and final tokens (b, n, d) after the last LayerNorm.
         """
-        k = int(batch.context.sum(1).max())
+        k = batch.labelled
         context, heads = batch.context[:, :k], self.config.heads
         if task == "classification":
             y = F.one_hot(batch.y[:, :k] * context, self.config.classes).to(batch.x)
