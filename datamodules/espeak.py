@@ -60,6 +60,7 @@ def speak(requests: Sequence[Request]) -> tuple[int, list[np.ndarray]]:
     library.espeak_SetSynthCallback(callback)
     spoken = []
     for text, voice, words_per_minute, pitch in requests:
+        library.espeak_ng_SetRandSeed(ctypes.c_long(0))  # else the breath of some voices comes from the time of day
         if library.espeak_SetVoiceByName(voice.encode()) != 0:
             raise ValueError(f"espeak-ng has no voice {voice!r}; en-us, en-us+f3 and en-us+m7 are some it has")
         library.espeak_SetParameter(_RATE, words_per_minute, 0)

@@ -546,8 +546,12 @@ class NodeClassification(LightningDataModule):
         groups = [np.flatnonzero(known & (y == c)) for c in range(int(y.max()) + 1)] if classification else None
         for group in groups or [np.flatnonzero(known)]:
             group = rng.permutation(group)
-            train = self.labels_per_class or max(1, round(self.train_fraction * len(group)))
-            train = min(train, max(1, len(group) - 1))
+            wanted = self.labels_per_class or max(1, round(self.train_fraction * len(group)))
+            train = min(wanted, max(1, len(group) - 1))
+            if train < (self.labels_per_class or 0):
+                self.said.append(
+                    f"labels_per_class {wanted}: a class has {len(group)} labelled nodes, {train} are trained on"
+                )
             val = min(max(1, round(self.val_fraction * len(group))), len(group) - train) if self.val_fraction else 0
             for part, chosen in zip(parts, np.split(group, [train, train + val]), strict=True):
                 parts[part][chosen] = True

@@ -229,7 +229,7 @@ class MoST(LightningModule):
             },
             "encoder": self.encoder.description,
         }
-        if self.init_from is not None:
+        if self.init_from is not None and not (self._trainer and self.trainer.ckpt_path):  # which brings all weights
             self._load_weights(Path(self.init_from))
         shard(self.network, {type(layer) for layer in language_model.model.layers}, self.device_mesh)
         for part in (self.vocoder, self.durations, self.discriminators):
