@@ -59,15 +59,18 @@ def most() -> dict:
 
 
 def dyn_vpp() -> dict:
-    from diffusers import UNetSpatioTemporalConditionModel
-
-    from lightning_modules import DynVPP, VideoDiffusion
+    from lightning_modules import DynVPP, VideoDiffusion, VideoPolicy
+    from tests.dyn_vpp.test_policy import SIZES
     from tests.dyn_vpp.toys import UNET
 
     save(VideoDiffusion(UNET, tokens=4, vocabulary=64, steps=2), "base.ckpt")
     save(DynVPP("base.ckpt", steps=2), "best.ckpt")
+    policy = VideoPolicy("base.ckpt", **SIZES)
+    policy.configure_model()
+    policy.model.fit(torch.randn(9, 4))
+    policy.save_pretrained("policy")
     given = {"image": torch.zeros(1, 3, 16, 16), "tokens": torch.ones(1, 4, dtype=torch.long)}
-    return given | {"UNetSpatioTemporalConditionModel": UNetSpatioTemporalConditionModel}
+    return given | {"frame": torch.zeros(16, 16, 3, dtype=torch.uint8).numpy()}
 
 
 GIVEN = {f.__name__: f for f in (fedhpro, graph_pfn, focal_policy, most, dyn_vpp)}
