@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
+from callbacks.figures import new_figure
 from datamodules import ImageClassification
 from lightning_modules import AnnSnn
 from lightning_modules.ann_snn.conversion import convert, simulate
@@ -225,6 +226,27 @@ def table(options: argparse.Namespace) -> None:
             if t == 32:
                 cells.append(f"{100 * mean.mean() / ann[: len(mean)].mean():.2f}")
         print(f"| {what} | {len(rows[name])} | " + " | ".join(cells) + " |")
+    draw(rows, folder / "accuracy.png")
+
+
+def draw(rows: dict[str, list[dict]], path: Path) -> None:
+    """Accuracy against T: open loops dashed, closed loops with their range over seeds."""
+    figure = new_figure(7.0, 6.0)
+    axes = figure.subplots()
+    axes.axhline(100 * rows["ann"][0]["test"]["accuracy"]["0"], color="black", label="ANN")
+    for name in [*OPEN_LOOP, *(n for n in ROWS if n not in TERMS)]:
+        if name not in rows:
+            continue
+        y = 100 * np.array([[r["test"]["accuracy"][str(t)] for t in TIME_STEPS] for r in rows[name]])  # seeds T
+        (line,) = axes.plot(TIME_STEPS, y.mean(0), "o--" if name in OPEN_LOOP else "o-", label=WHAT[name])
+        axes.fill_between(TIME_STEPS, y.min(0), y.max(0), color=line.get_color(), alpha=0.3)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(TIME_STEPS, [str(t) for t in TIME_STEPS])
+    axes.set_xlabel("time steps T of the test")
+    axes.set_ylabel("accuracy on test images in %")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=1, fontsize="small")
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
