@@ -3,7 +3,6 @@
 import copy
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, export, load
