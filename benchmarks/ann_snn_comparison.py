@@ -28,6 +28,7 @@ from lightning_modules import AnnSnn
 from lightning_modules.ann_snn.conversion import convert, simulate
 
 RESULTS = Path(__file__).parent / "results" / "ann_snn"
+PICTURES = Path(__file__).parents[1] / "docs" / "images"
 TIME_STEPS = [1, 2, 4, 8, 16, 32, 64]
 IMAGES = {8: None, 32: 5000, 64: 2000}  # up to T = 8 on all test images, up to 32 and 64 on the first batches of them
 LAYER = {"conversion": "layer", "percentile": 99.9}  # the paper's start
@@ -226,7 +227,7 @@ def table(options: argparse.Namespace) -> None:
             if t == 32:
                 cells.append(f"{100 * mean.mean() / ann[: len(mean)].mean():.2f}")
         print(f"| {what} | {len(rows[name])} | " + " | ".join(cells) + " |")
-    draw(rows, folder / "accuracy.png")
+    draw(rows, PICTURES / f"ann_snn_{options.name}.png")
 
 
 def draw(rows: dict[str, list[dict]], path: Path) -> None:
