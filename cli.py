@@ -221,7 +221,7 @@ def front_door() -> type:
         def _run_subcommand(self, subcommand: str) -> None:
             if not self.config[subcommand].dry_run:
                 return super()._run_subcommand(subcommand)
-            from lightning_modules.sizes import dry_run
+            from lightning_modules.dry_run import dry_run
 
             for line in dry_run(self.trainer, self.model, self.datamodule, self.devices):
                 print(line)

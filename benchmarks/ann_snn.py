@@ -1,6 +1,7 @@
 """Speed and memory of one closed-loop training step, as ratios within one run.
 
     python benchmarks/ann_snn.py [--batches 16 64] [--time-steps 8] [--repeats 5]
+    python benchmarks/ann_snn.py --allocator      # what keep_freed_memory gains; 9 GB of memory
 
 Compares, on a CIFAR ResNet-20 with 32x32 images, one thread: a training step (teacher, simulation, loss with CKA,
 backward pass, Adam)
@@ -37,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_modules.ann_snn.conversion import capture, convert, prepare, simulate, teacher_features
 from lightning_modules.ann_snn.losses import closed_loop_loss
 from lightning_modules.ann_snn.networks import CifarResNet
+from lightning_modules.memory import keep_freed_memory
 
 VARIANTS = ("shipped", "memory_optimised", "step_by_step")
 
@@ -147,13 +149,53 @@ def speed(batch: int, time_steps: int, repeats: int) -> dict[str, float]:
     return {variant: statistics.median(values) for variant, values in times.items()}
 
 
+def step_seconds(time_steps: int, repeats: int, keep: bool) -> float:
+    """Median CPU seconds of the shipped step at batch 64; call it in a process of its own."""
+    torch.set_num_threads(1)
+    assert not keep or keep_freed_memory(), "only glibc has this setting"
+    step = training_step("shipped", 64, time_steps)
+    step()
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        step()
+        times.append(time.process_time() - start)
+    return statistics.median(times)
+
+
+def allocator(repeats: int) -> None:
+    """With and without `keep_freed_memory`, at T = 8 and 32."""
+    report: dict = {"command": " ".join(["python", *sys.argv]), "batch": 64, "repeats": repeats, "cpu_seconds": {}}
+    for time_steps in (8, 32):
+        seconds = {}
+        for keep in (False, True):
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                seconds["kept" if keep else "given back"] = pool.submit(
+                    step_seconds, time_steps, repeats, keep
+                ).result()
+        report["cpu_seconds"][time_steps] = seconds
+        print(f"T = {time_steps}: {seconds}, ratio {seconds['given back'] / seconds['kept']:.2f}")
+    write(report, "allocator.json")
+
+
+def write(report: dict, name: str) -> None:
+    """Keep the report among the results."""
+    path = Path(__file__).parent / "results" / "ann_snn" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written to {path}")
+
+
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--time-steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--allocator", action="store_true", help="time steps with and without keep_freed_memory")
     args = parser.parse_args()
+    if args.allocator:
+        return allocator(args.repeats)
     torch.set_num_threads(1)
     peaks: dict[int, dict[str, dict[str, float]]] = {batch: {} for batch in args.batches}
     for batch in args.batches:
@@ -192,10 +234,7 @@ def main() -> None:
         "memory": "tensors: live bytes at the peak of a step; resident: growth of ru_maxrss over two steps",
         "rows": rows,
     }
-    path = Path(__file__).parent / "results" / "ann_snn" / "speed.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written to {path}")
+    write(report, "speed.json")
 
 
 if __name__ == "__main__":

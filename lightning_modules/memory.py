@@ -9,8 +9,8 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 def keep_freed_memory() -> bool:
     """Let this process keep the memory of freed tensors instead of giving it back to the kernel. Linux with glibc.
 
-    glibc maps every large tensor anew and unmaps it when it is freed, so each training step pays for zeroed pages: half
-    of the time of a spiking ResNet-20 at T = 32, a quarter at T = 8. Kept, the process stays at the size of its peak.
+    glibc maps every large tensor anew and unmaps it when it is freed, so each training step pays for zeroed pages
+    (`benchmarks/ann_snn.py --allocator` measures what that costs). Kept, the process stays at the size of its peak.
     Call it before the first step.
 
     Returns:

@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+import cli
+import lightning_modules.memory
+
 SCRIPT = """
 import resource, torch
 from lightning_modules.memory import keep_freed_memory
@@ -23,3 +26,11 @@ def test_freed_tensors_cost_no_new_pages():
         faults[keep] = int(done.stdout)
     # not exactly once: a small tensor may settle in a gap, then the next large one starts behind it
     assert faults[False] - faults[True] > 15 * 16_384
+
+
+def test_the_command_line_asks_for_it_first(monkeypatch):
+    order = []
+    monkeypatch.setattr(lightning_modules.memory, "keep_freed_memory", lambda: order.append("memory"))
+    monkeypatch.setattr(cli, "front_door", lambda: lambda args: order.append(args[0]))
+    cli.run(["fit"])
+    assert order == ["memory", "fit"]

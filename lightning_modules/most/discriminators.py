@@ -3,7 +3,6 @@
 Each discriminator returns the outputs of all its layers; the last one is its verdict, 1 for real and 0 for made.
 """
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,27 +12,16 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 
-class _Discriminator(nn.Module):
-    """Convolutions with leaky ReLUs between them."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(weight_norm(layer) for layer in layers)
-
-    def fold(self, samples: Tensor) -> Tensor:
-        """Samples [b, s] as the input of the first convolution."""
-        raise NotImplementedError
-
-    def forward(self, samples: Tensor) -> list[Tensor]:
-        """Outputs of all layers for samples [b, s], the verdict last."""
-        x, outputs = self.fold(samples), []
-        for i, layer in enumerate(self.layers):
-            x = layer(x if i == 0 else F.leaky_relu(x, 0.1))
-            outputs.append(x)
-        return outputs
+def outputs_of(layers: nn.ModuleList, x: Tensor) -> list[Tensor]:
+    """Outputs of convolutions with leaky ReLUs between them, each `[b, channels, ...]`, the verdict last."""
+    outputs = []
+    for i, layer in enumerate(layers):
+        x = layer(x if i == 0 else F.leaky_relu(x, 0.1))
+        outputs.append(x)
+    return outputs
 
 
-class PeriodDiscriminator(_Discriminator):
+class PeriodDiscriminator(nn.Module):
     """Sees every `period`-th sample in a row of a picture.
 
     Args:
@@ -42,18 +30,20 @@ class PeriodDiscriminator(_Discriminator):
     """
 
     def __init__(self, period: int, width: int) -> None:
+        super().__init__()
         channels = [1, width, 4 * width, 16 * width, 32 * width]
         layers = [nn.Conv2d(a, b, (5, 1), (3, 1), (2, 0)) for a, b in pairwise(channels)]
         last = [nn.Conv2d(32 * width, 32 * width, (5, 1), 1, (2, 0)), nn.Conv2d(32 * width, 1, (3, 1), 1, (1, 0))]
-        super().__init__([*layers, *last])
+        self.layers = nn.ModuleList(weight_norm(layer) for layer in [*layers, *last])
         self.period = period
 
-    def fold(self, samples: Tensor) -> Tensor:
-        """[b, 1, s / period, period]; the end is reflected to a whole row."""
-        return F.pad(samples[:, None], (0, -samples.shape[1] % self.period), "reflect").unflatten(2, (-1, self.period))
+    def forward(self, samples: Tensor) -> list[Tensor]:
+        """Outputs of all layers for samples `[b, s]`; the end is reflected to a whole row."""
+        x = F.pad(samples[:, None], (0, -samples.shape[1] % self.period), "reflect")
+        return outputs_of(self.layers, x.unflatten(2, (-1, self.period)))  # b 1 rows period
 
 
-class ScaleDiscriminator(_Discriminator):
+class ScaleDiscriminator(nn.Module):
     """Sees samples averaged over `scale`.
 
     Args:
@@ -62,6 +52,7 @@ class ScaleDiscriminator(_Discriminator):
     """
 
     def __init__(self, scale: int, width: int) -> None:
+        super().__init__()
         sizes = [  # in, out, kernel, stride, groups
             (1, 4 * width, 15, 1, 1),
             (4 * width, 4 * width, 41, 2, 4),
@@ -72,15 +63,16 @@ class ScaleDiscriminator(_Discriminator):
             (32 * width, 32 * width, 5, 1, 1),
             (32 * width, 1, 3, 1, 1),
         ]
-        super().__init__([nn.Conv1d(a, b, k, s, k // 2, groups=g) for a, b, k, s, g in sizes])
+        layers = [nn.Conv1d(a, b, k, s, k // 2, groups=g) for a, b, k, s, g in sizes]
+        self.layers = nn.ModuleList(weight_norm(layer) for layer in layers)
         self.scale = scale
 
-    def fold(self, samples: Tensor) -> Tensor:
-        """[b, 1, about s / scale]."""
+    def forward(self, samples: Tensor) -> list[Tensor]:
+        """Outputs of all layers for samples `[b, s]`."""
         x = samples[:, None]
         for _ in range(self.scale.bit_length() - 1):
-            x = F.avg_pool1d(x, 4, 2, 2)
-        return x
+            x = F.avg_pool1d(x, 4, 2, 2)  # b 1 about s / scale
+        return outputs_of(self.layers, x)
 
 
 class AdversarialLosses(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cli
-from lightning_modules.sizes import describe, memory
+from lightning_modules.dry_run import describe, memory
 
 MEBIBYTE = 2**20
 

@@ -92,6 +92,13 @@ def test_what_is_wrong_with_tables_is_named(tmp_path, nodes, edges, words):
         NodeClassification(write(tmp_path / "g", nodes, edges), labels_per_class=1).setup()
 
 
+def test_a_class_smaller_than_labels_per_class_is_mentioned(tmp_path):
+    data = NodeClassification(write(tmp_path / "g", [HEADER, *NODES], EDGES), labels_per_class=3)
+    data.setup()
+    assert "labels_per_class 3: a class has 2 labelled nodes, 1 are trained on" in "\n".join(data.said)
+    assert not [line for line in data.said if "has 3 labelled nodes, 3" in line]
+
+
 def test_a_class_without_training_node_is_named(tmp_path):
     header = [*HEADER, "split"]
     split = ["train", "test", "train", "test", "", "val"]

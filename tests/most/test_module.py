@@ -113,6 +113,12 @@ def test_save_pretrained_round_trip_and_init_from(fitted, tmp_path):
         started.configure_model()
         weights = [m.network.projector.weight for m in (started, module)]
         assert torch.equal(*weights)
+    resumed = model(init_from=str(tmp_path / "gone"))  # the checkpoint brings all weights
+    resumed.trainer = Trainer(accelerator="cpu", logger=False)
+    resumed.trainer.ckpt_path = "last.ckpt"
+    resumed.configure_model()
+    with pytest.raises(FileNotFoundError, match="gone does not exist"):
+        model(init_from=str(tmp_path / "gone")).configure_model()
     (tmp_path / "config.json").write_text(json.dumps({"format_version": 99}))
     with pytest.raises(ValueError, match="format version 99"):
         MoST.from_pretrained(tmp_path)
