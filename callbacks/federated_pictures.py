@@ -12,6 +12,7 @@ from torch import Tensor
 
 from callbacks.figures import log_figure, new_figure
 from lightning_modules.distributed import gather_rows
+from lightning_modules.fedhpro.module import FedHPro
 
 
 def clients_figure(counts: np.ndarray, classes: list[str]) -> Figure:
@@ -50,11 +51,13 @@ def features_figure(z: Tensor, labels: Tensor, anchors: Tensor | None, classes: 
     axes = figure.add_subplot()
     points = (unit - centre) @ plane
     colours = labels / max(len(classes) - 1, 1)
-    axes.scatter(*points.T, c=colours, cmap="turbo", vmin=0, vmax=1, s=6, alpha=0.6)
+    axes.scatter(points[:, 0], points[:, 1], c=colours, cmap="turbo", vmin=0, vmax=1, s=6, alpha=0.6)
     if anchors is not None:
         stars = (F.normalize(anchors.float(), dim=1) - centre) @ plane
         numbers = np.arange(len(anchors)) / max(len(anchors) - 1, 1)
-        axes.scatter(*stars.T, c=numbers, cmap="turbo", vmin=0, vmax=1, s=140, marker="*", edgecolors="k")
+        axes.scatter(
+            stars[:, 0], stars[:, 1], c=numbers, cmap="turbo", vmin=0, vmax=1, s=140, marker="*", edgecolors="k"
+        )
     axes.set(xlabel="first component", ylabel="second component", title="features (dots), hyper-prototypes (stars)")
     return figure
 
@@ -98,6 +101,7 @@ class FederatedPictures(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen to the features that validation computes anyway."""
+        assert isinstance(pl_module, FedHPro) and pl_module.network is not None
         self._features, self._labels = [], []
         self._hook = pl_module.network.register_forward_hook(lambda *call: self._features.append(call[2][0].cpu()))
 

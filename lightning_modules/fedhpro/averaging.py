@@ -77,7 +77,8 @@ def weighted_average(states: Iterable[State], sizes: Iterable[int]) -> dict[str,
         ValueError: No client, or no sample at all.
     """
     counters: dict[str, Tensor] = {}
-    total, weight, like = None, 0, None
+    total: Tensor | None = None
+    weight, like = 0, None
     for state, size in zip(states, sizes, strict=True):
         weighted = flatten(state) * size
         total = weighted if total is None else total + weighted
@@ -86,7 +87,7 @@ def weighted_average(states: Iterable[State], sizes: Iterable[int]) -> dict[str,
         for name, value in state.items():
             if not value.is_floating_point():
                 counters[name] = torch.maximum(counters[name], value) if name in counters else value.clone()
-    if like is None or weight == 0:
+    if total is None or like is None or weight == 0:
         raise ValueError("nothing to average: no client sent a model trained on at least one sample")
     return {k: {**counters, **unflatten(total / weight, like)}[k] for k in like}
 

@@ -54,7 +54,7 @@ class LocalTraining:
 
     epochs: int
     batch_size: int
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
     seed: int = 0
 
 
@@ -128,6 +128,8 @@ def train_client(
         state = strategy.before(network, client, first_epoch)
         network.train()
         optimizer = training.optimizer(network.parameters())
+        total: Tensor | int
+        correct: Tensor | int
         for epoch in range(first_epoch, first_epoch + training.epochs):
             total = correct = seen = 0
             for images, labels in client.batches(epoch, training.batch_size):
@@ -198,6 +200,8 @@ def train_together(
             for name, p in network.named_parameters()
         }
         optimizer = training.optimizer(weights.values())
+        total: Any  # tensors (k,) after the first batch
+        correct: Any
         for epoch in range(first_epoch, first_epoch + training.epochs):
             total = correct = 0
             for batches in zip(*(c.batches(epoch, training.batch_size) for c in clients), strict=True):

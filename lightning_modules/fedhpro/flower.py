@@ -38,7 +38,7 @@ def floating(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
 
 
-def read_config(path: str) -> tuple[FedHPro, LightningDataModule]:
+def read_config(path: str) -> tuple[FedHPro, Any]:
     """The model, built, and the data module of one of our configs.
 
     Args:
@@ -91,6 +91,7 @@ class FlowerStrategy(FedAvg):
         states = [content["arrays"].to_torch_state_dict() for content in contents]
         sent: dict[str, Tensor] = {}
         strategy, network = self.model.strategy, self.model.network
+        assert network is not None
         for name in strategy.sends:
             parts = torch.stack([content["sent"].to_torch_state_dict()[name].double() for content in contents])
             sent[name] = parts if strategy.stacked else parts.sum(0)
@@ -116,6 +117,7 @@ def train(message: Message, context: Context, model: FedHPro, client: Client) ->
         client: the client's data.
     """
     strategy, network = model.strategy, model.network
+    assert network is not None
     network.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=False)
     for name, tensor in message.content["shared"].to_torch_state_dict().items():
         setattr(strategy, name, tensor)
@@ -171,6 +173,7 @@ def _serve(grid: Grid, context: Context) -> None:
         return MetricRecord({"val_accuracy": accuracy(model, data.val_dataloader())})
 
     rounds = int(context.run_config["rounds"])
+    assert model.network is not None
     strategy.start(grid, ArrayRecord(floating(model.network.state_dict())), num_rounds=rounds, evaluate_fn=evaluate)
     if "output" in context.run_config:
         model.save_pretrained(str(context.run_config["output"]))

@@ -163,7 +163,8 @@ def match_hyper_prototypes(
     weight, bias, targets = weight.detach(), bias.detach(), targets[classes]
     own = F.one_hot(classes, len(weight)).to(moving.dtype)
     stepper = torch.optim.Adam([moving], lr=lr) if optimizer == "adam" else None
-    logits, gram, moved, trace = moving @ weight.T + bias, weight @ weight.T, 0, []
+    logits, gram, trace = moving @ weight.T + bias, weight @ weight.T, []
+    moved = torch.zeros_like(logits)
     for step in range(steps + 1):
         losses, slope = matching_slope(logits, own, weight, targets, distance)
         trace.append(losses.sum())

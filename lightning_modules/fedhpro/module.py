@@ -131,16 +131,17 @@ class FedHPro(LightningModule):
         if self.network is None:
             h = self.hparams
             self.network = build_network(h["network"], h["num_classes"], h["network_args"])
-            self.strategy.build(h["num_classes"], self.network.classifier.in_features)
+            classifier: Any = self.network.classifier
+            self.strategy.build(h["num_classes"], classifier.in_features)
             if h["init_from"] and self._trainer is not None and self.trainer.ckpt_path is None:
                 _load_network(self.network, Path(h["init_from"]))
         if not self._scratch:
             self._refuse(any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.network.modules()))
             self._scratch.append(copy.deepcopy(self.network))
             for network in (self.network, self._scratch[0]) if self.device_mesh is not None else ():
-                shard(network, getattr(network, "block_types", ()), self.device_mesh)
+                sharded: Any = shard(network, getattr(network, "block_types", ()), self.device_mesh)
                 # Parameters are read between forward passes (averaging, optimisers), so they are never left whole.
-                network.set_reshard_after_forward(True)
+                sharded.set_reshard_after_forward(True)
 
     def _refuse(self, has_batchnorm: bool) -> None:
         name = self.hparams["strategy"]
@@ -170,6 +171,7 @@ class FedHPro(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The server's optimiser."""
+        assert self.network is not None
         parameters = self.network.parameters()
         return self.server_optimizer(parameters) if self.server_optimizer else torch.optim.SGD(parameters, lr=1.0)
 
@@ -177,6 +179,7 @@ class FedHPro(LightningModule):
 
     def training_step(self, batch: Round, batch_idx: int) -> None:
         """One round."""
+        assert self.network is not None
         if batch.num_classes != self.hparams["num_classes"]:
             raise ValueError(
                 f"the data have {batch.num_classes} classes, num_classes is {self.hparams['num_classes']}: set it"
@@ -189,8 +192,8 @@ class FedHPro(LightningModule):
         table = torch.zeros(len(batch.clients), 3 + len(self.strategy.figures), device=self.device, dtype=torch.double)
         for slot, client, report in self._train(scratch, batch):
             weights += flatten(local_state(scratch)) * len(client.labels)
-            figures = [report.figures[name] for name in self.strategy.figures]
-            table[slot] = torch.tensor([report.loss, report.accuracy, *figures, 1.0]) * report.images
+            own = [report.figures[name] for name in self.strategy.figures]
+            table[slot] = torch.tensor([report.loss, report.accuracy, *own, 1.0]) * report.images
             self._check_sent(report)
             for name, total in sent.items():
                 total[slot if self.strategy.stacked else 0] += report.sent[name].double()
@@ -201,12 +204,14 @@ class FedHPro(LightningModule):
             sent = {name: total[0] for name, total in sent.items()}
         sizes = torch.tensor([len(c.labels) for c in batch.clients], device=self.device, dtype=torch.double)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            step_towards(self.network, weights / sizes.sum(), self.optimizers())
+            optimizer: Any = self.optimizers()
+            step_towards(self.network, weights / sizes.sum(), optimizer)
             figures = self.strategy.server(self.network, received, sent, self.draws(batch.number))
         self._log_round(batch, sizes, table[:, :-1] / table[:, -1:], figures)
 
     def _train(self, scratch: nn.Module, batch: Round) -> Iterator[tuple[int, Client, ClientReport]]:
         """Train this rank's clients: place in the round, client and report of each, its weights in `scratch`."""
+        assert self.network is not None
         part = (self.global_rank, self.trainer.world_size) if self.device_mesh is not None else (0, 1)
         own = {client.id: (slot, client) for slot, client in self._own_clients(batch)}
         done = 0
@@ -291,6 +296,7 @@ class FedHPro(LightningModule):
 
         The model is every floating entry of the state dict, BatchNorm statistics included, in its own dtype.
         """
+        assert self.network is not None
         model = sum(v.numel() * v.element_size() for v in self.network.state_dict().values() if v.is_floating_point())
         shared = [getattr(self.strategy, name) for name in self.strategy.shared]
         down = sum(t.numel() * t.element_size() for t in shared)
@@ -301,6 +307,7 @@ class FedHPro(LightningModule):
 
     def forward(self, image: Tensor) -> Tensor:
         """Images `[b, channels, h, w]`, float32 as the data module normalises them, to logits `[b, c]`."""
+        assert self.network is not None
         return self.strategy.logits(self.network, image)
 
     def on_validation_epoch_start(self) -> None:
@@ -346,6 +353,7 @@ class FedHPro(LightningModule):
         self._log_tally("test")
 
     def _log_tally(self, stage: str) -> None:
+        assert self._tally is not None
         if self.trainer.world_size > 1:
             dist.all_reduce(self._tally)
         domains = len(self._domain_names)

@@ -34,7 +34,8 @@ Head = tuple[Tensor, Tensor]  # weight (c, d) and bias (c,) of the classifier
 
 def head_of(network: nn.Module) -> Head:
     """A copy of the classifier's weight and bias, whole (gathered, where they are sharded), without gradient."""
-    weight, bias = network.classifier.weight.detach(), network.classifier.bias.detach()
+    classifier: Any = network.classifier
+    weight, bias = classifier.weight.detach(), classifier.bias.detach()
     if isinstance(weight, DTensor):
         weight, bias = weight.full_tensor(), bias.full_tensor()
     return weight.clone(), bias.clone()
@@ -215,6 +216,8 @@ class FedProto(FedAvg):
     """
 
     shared = ("prototypes", "known")
+    prototypes: Tensor
+    known: Tensor
 
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
@@ -261,6 +264,10 @@ class FPL(FedAvg):
     """
 
     shared = ("clusters", "cluster_labels", "unbiased", "known")
+    clusters: Tensor
+    cluster_labels: Tensor
+    unbiased: Tensor
+    known: Tensor
     stacked = True
     together = False
 
@@ -385,6 +392,8 @@ class SyntheticFeatures(nn.Module):
         epochs: Passes of the head's training.
     """
 
+    features: Tensor
+
     def __init__(self, num_classes: int, dim: int, per_class: int, steps: int, lr: float, epochs: int) -> None:
         super().__init__()
         self.steps, self.lr, self.epochs = steps, lr, epochs
@@ -425,10 +434,12 @@ class CReFF(FedAvg):
     """
 
     shared = ("weight", "bias")
+    weight: Tensor
+    bias: Tensor
 
     def __init__(self, per_class: int = 100, steps: int = 100, lr: float = 0.1, epochs: int = 300) -> None:
         super().__init__()
-        self.options = {"per_class": per_class, "steps": steps, "lr": lr, "epochs": epochs}
+        self.options: dict[str, Any] = {"per_class": per_class, "steps": steps, "lr": lr, "epochs": epochs}
 
     def build(self, num_classes: int, dim: int) -> None:
         """Random features, and a head of the usual initialisation."""
@@ -493,6 +504,7 @@ class HyperPrototypes(FedAvg):
     """
 
     shared: tuple[str, ...] = ("hyper_prototypes",)
+    hyper_prototypes: Tensor
 
     def __init__(
         self,
@@ -550,7 +562,7 @@ class HyperPrototypes(FedAvg):
         state: dict[str, Any] = {"margin": 0.0}
         if self.with_margin:
             z, labels = features(network, client)
-            kind = "distance" if self.margin == "distance" else "inner"
+            kind: Literal["distance", "inner"] = "distance" if self.margin == "distance" else "inner"
             state["margin"] = client_margin(z, labels, self.num_classes, kind, self.margin_normalize)
             state["figures"] = {"margin": float(state["margin"])}
         if self.steps or self.head_retraining:
@@ -595,8 +607,9 @@ class HyperPrototypes(FedAvg):
         """Re-train the head if asked to, then match the hyper-prototypes to the mean class gradients."""
         if self.head_retraining:
             weight, bias = self.synthetic.fit(received, sent, generator)
-            network.classifier.weight.copy_(weight)
-            network.classifier.bias.copy_(bias)
+            classifier: Any = network.classifier
+            classifier.weight.copy_(weight)
+            classifier.bias.copy_(bias)
         if not self.steps:
             return {}
         head = head_of(network) if self.matching_head == "new" else received
@@ -667,6 +680,7 @@ class AveragedPrototypes(HyperPrototypes):
     """
 
     shared = ("hyper_prototypes", "known")
+    known: Tensor
     together = False
 
     def __init__(self, **options: Any) -> None:
