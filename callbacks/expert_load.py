@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from callbacks.figures import log_figure, new_figure
+from lightning_modules.most.module import MoST
 
 
 class ExpertLoad(Callback):
@@ -27,6 +28,7 @@ class ExpertLoad(Callback):
         """Measure the text loss of the base model, and inside the text group."""
         if trainer.global_step or trainer.fast_dev_run:
             return
+        assert isinstance(pl_module, MoST)
         texts: list[str] = []
         for _, batch in zip(range(self.batches), trainer.datamodule.val_dataloader(), strict=False):
             texts += batch.text
@@ -39,6 +41,7 @@ class ExpertLoad(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the heat map of this validation."""
+        assert isinstance(pl_module, MoST)
         load = trainer.strategy.reduce(pl_module.expert_load.to(pl_module.device), reduce_op="sum").cpu()
         if trainer.sanity_checking or load.sum() == 0:
             return

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from callbacks.figures import log_figure, new_figure
+from lightning_modules.most.module import MoST
 
 
 class SpeechSamples(Callback):
@@ -30,6 +31,7 @@ class SpeechSamples(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Speak, write and draw."""
+        assert isinstance(pl_module, MoST)
         if trainer.fast_dev_run or pl_module.vocoder is None:
             return
         texts = self.texts or next(iter(trainer.datamodule.val_dataloader())).text[: self.count]
@@ -58,6 +60,7 @@ class SpeechSamples(Callback):
         """Write the waveforms of a batch and leave their paths in its place."""
         if "samples" not in outputs:
             return
+        assert isinstance(pl_module, MoST)
         folder = Path(trainer.default_root_dir) / "predictions"
         outputs["file"] = [f"{folder / f'{i:05d}.wav'}" for i in outputs["index"].tolist()]
         for path, samples in zip(outputs["file"], outputs.pop("samples"), strict=True):

@@ -28,7 +28,7 @@ from lightning_modules.most.encoders import build_encoder
 from lightning_modules.most.judge import Judge, normalise
 from lightning_modules.most.language_model import load_language_model, upcycle
 from lightning_modules.most.moe import MaskPosition, make_modality_aware, moe_blocks
-from lightning_modules.most.network import SpeechTextModel, token_losses
+from lightning_modules.most.network import Expect, SpeechTextModel, token_losses
 from lightning_modules.most.prompts import (
     TASKS,
     Example,
@@ -166,7 +166,7 @@ class MoST(LightningModule):
         self.durations: DurationPredictor | None = None
         self.discriminators: Discriminators | None = None
         self.judge: Judge | None = None
-        self.scores = nn.ModuleDict({name: metric() for name, metric in SCORES.items()})
+        self.scores: Any = nn.ModuleDict({name: metric() for name, metric in SCORES.items()})
 
     # ------------------------------------------------------------------------------------------------ building
 
@@ -183,43 +183,48 @@ class MoST(LightningModule):
         if self.network is not None:
             return
         h = self.hparams
-        stored = h.architecture or {}
-        self.encoder = build_encoder(stored.get("encoder", h.encoder))
+        stored = h["architecture"] or {}
+        self.encoder = build_encoder(stored.get("encoder", h["encoder"]))
         if "tokenizer" in stored:
             fast = Tokenizer.from_str(stored["tokenizer"]["json"])
             tokenizer = PreTrainedTokenizerFast(**stored["tokenizer"]["special"], tokenizer_object=fast)
-        elif isinstance(h.tokenizer, list):
-            tokenizer = word_tokenizer(h.tokenizer)
+        elif isinstance(h["tokenizer"], list):
+            tokenizer = word_tokenizer(h["tokenizer"])
         else:
-            tokenizer = AutoTokenizer.from_pretrained(h.tokenizer or h.language_model)
-        layout = add_speech_tokens(tokenizer, h.num_units)
-        source = stored.get("language_model", h.language_model)
+            tokenizer = AutoTokenizer.from_pretrained(h["tokenizer"] or h["language_model"])
+        layout = add_speech_tokens(tokenizer, h["num_units"])
+        source = stored.get("language_model", h["language_model"])
         if isinstance(source, dict):
             special = {"bos_token_id": layout.bos, "eos_token_id": layout.eos, "pad_token_id": layout.pad}
             source = special | {"vocab_size": layout.size} | source
         language_model = load_language_model(source)
-        if h.upcycle_experts and "language_model" not in stored:
-            language_model = upcycle(language_model, h.upcycle_experts, h.upcycle_top_k)
+        if h["upcycle_experts"] and "language_model" not in stored:
+            language_model = upcycle(language_model, h["upcycle_experts"], h["upcycle_top_k"])
         config = language_model.config
         if config.vocab_size < layout.size:
             language_model.resize_token_embeddings(layout.size)
-        if config.max_position_embeddings < h.max_length:
+        if config.max_position_embeddings < h["max_length"]:
             raise ValueError(
-                f"max_length {h.max_length} is more than the language model's context, {config.max_position_embeddings}"
+                f"max_length {h['max_length']} is more than the language model's context, "
+                f"{config.max_position_embeddings}"
             )
-        make_modality_aware(language_model, h.partition, h.mask, h.shared_expert, h.add_shared_width).train()
-        if h.gradient_checkpointing:
+        make_modality_aware(
+            language_model, h["partition"], h["mask"], h["shared_expert"], h["add_shared_width"]
+        ).train()
+        if h["gradient_checkpointing"]:
             language_model.gradient_checkpointing_enable({"use_reentrant": False})
         self.network = SpeechTextModel(language_model, layout, self.encoder.feature_size)
-        self.units = Units.load(Path(h.units)) if h.units else Units(h.num_units, self.encoder.feature_size)
-        if self.units.count != h.num_units:
-            raise ValueError(f"{h.units} has {self.units.count} units and num_units is {h.num_units}")
-        if h.vocoder_width:
-            self.vocoder = UnitVocoder(h.num_units, self.units.hash, self.encoder.samples_per_frame, h.vocoder_width)
-            self.durations = DurationPredictor(h.num_units) if h.deduplicate else None
+        self.units = Units.load(Path(h["units"])) if h["units"] else Units(h["num_units"], self.encoder.feature_size)
+        if self.units.count != h["num_units"]:
+            raise ValueError(f"{h['units']} has {self.units.count} units and num_units is {h['num_units']}")
+        if h["vocoder_width"]:
+            self.vocoder = UnitVocoder(
+                h["num_units"], self.units.hash, self.encoder.samples_per_frame, h["vocoder_width"]
+            )
+            self.durations = DurationPredictor(h["num_units"]) if h["deduplicate"] else None
             self.mel_loss = MelLoss()
-            self.discriminators = Discriminators(h.discriminator_width) if h.vocoder_adversarial else None
-        self.prompts = PromptBuilder(tokenizer, layout, h.max_length)
+            self.discriminators = Discriminators(h["discriminator_width"]) if h["vocoder_adversarial"] else None
+        self.prompts = PromptBuilder(tokenizer, layout, h["max_length"])
         self.expert_load = torch.zeros(len(moe_blocks(language_model)), 2, config.num_experts)
         self.hparams["architecture"] = {
             "language_model": json.loads(config.to_json_string(use_diff=False)),
@@ -276,17 +281,20 @@ class MoST(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW, warm-up and cosine (MoST, training details); the vocoder has its own learning rate."""
+        assert self.network is not None
+        h = self.hparams
         groups: list[dict[str, Any]] = [{"params": [p for p in self.network.parameters() if p.requires_grad]}]
         if self.vocoder is not None:
             parts = [part for part in (self.vocoder, self.durations) if part is not None]
-            groups.append({"params": [p for part in parts for p in part.parameters()], "lr": self.hparams.vocoder_lr})
+            groups.append({"params": [p for part in parts for p in part.parameters()], "lr": h["vocoder_lr"]})
         if self.discriminators is not None:
-            groups.append({"params": list(self.discriminators.parameters()), "lr": self.hparams.vocoder_lr})
+            groups.append({"params": list(self.discriminators.parameters()), "lr": h["vocoder_lr"]})
+        optimizer: torch.optim.Optimizer
         if self.optimizer is None:
             optimizer = torch.optim.AdamW(groups, lr=5e-5, betas=(0.9, 0.95), weight_decay=0.01)
         else:
             optimizer = self.optimizer(groups)
-        warmup = self.hparams.warmup_steps
+        warmup = h["warmup_steps"]
 
         def factor(step: int) -> float:
             if step < warmup or step == 0:
@@ -308,8 +316,9 @@ class MoST(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the language model's, the vocoder's and the discriminators' gradients each on its own."""
-        for group in optimizer.param_groups if gradient_clip_val else ():
-            nn.utils.clip_grad_norm_(group["params"], gradient_clip_val)
+        if gradient_clip_val:
+            for group in optimizer.param_groups:
+                nn.utils.clip_grad_norm_(group["params"], gradient_clip_val)
 
     def on_fit_start(self) -> None:
         """Train the unit set if none was given and none was restored."""
@@ -322,9 +331,9 @@ class MoST(LightningModule):
                 if int(batch.length.max()) > 0:
                     encoded, count = self.encode(batch.audio.to(self.device), batch.length.to(self.device))
                     frames.append(_packed(encoded, count).cpu())
-                if sum(map(len, frames)) >= self.hparams.unit_frames:
+                if sum(map(len, frames)) >= self.hparams["unit_frames"]:
                     break
-            self.units.cpu().fit(torch.cat(frames)[: self.hparams.unit_frames].numpy())
+            self.units.cpu().fit(torch.cat(frames)[: self.hparams["unit_frames"]].numpy())
             self.units.to(self.device)
             self.units.centroids.copy_(self.trainer.strategy.broadcast(self.units.centroids))
             if self.vocoder is not None:
@@ -358,6 +367,7 @@ class MoST(LightningModule):
         return self._vocode(self._respond("tts", [Example("tts", text) for text in texts], None).units)
 
     def _vocode(self, units: list[Tensor]) -> list[Tensor]:
+        assert self.vocoder is not None
         return self.vocoder.speak(units if self.durations is None else self.durations.lengthen(units))
 
     def answer(self, audio: Tensor, length: Tensor, spoken: bool = False) -> tuple[list[str], list[Tensor]]:
@@ -368,19 +378,20 @@ class MoST(LightningModule):
         return responses.texts, responses.units
 
     def _respond(self, task: str, examples: list[Example], frames: Tensor | None) -> "Responses":
+        assert self.network is not None
         prompt = self._on_device(self.prompts(examples, respond=False))
-        expect = {"tts": "speech", "qa_speech": "text_then_speech"}.get(task, "text")
-        limit = min(self.hparams.max_response, self.hparams.max_length - prompt.input_ids.shape[1])
+        expect: dict[str, Expect] = {"tts": "speech", "qa_speech": "text_then_speech"}
+        limit = min(self.hparams["max_response"], self.hparams["max_length"] - prompt.input_ids.shape[1])
         if limit < 5:
             raise ValueError(
                 f"a prompt of {prompt.input_ids.shape[1]} tokens leaves no room for a response in max_length "
-                f"{self.hparams.max_length}"
+                f"{self.hparams['max_length']}"
             )
         out = self.network.generate(
             prompt.input_ids,
             frames,
             prompt.attention_mask,
-            expect,
+            expect.get(task, "text"),
             limit,
             finished_everywhere=lambda done: bool(
                 gather_with_gradient(torch.tensor([float(done)], device=self.device)).all()
@@ -410,7 +421,7 @@ class MoST(LightningModule):
         frames, count = self.encode(batch.audio, batch.length)
         examples, heard = self._examples(batch, frames, count)
         token_loss, balance = self._losses(self.prompts(examples), heard)
-        loss = token_loss + self.hparams.balance_weight * balance.sum()
+        loss = token_loss + self.hparams["balance_weight"] * balance.sum()
         # each rank holds its share of the whole batch's loss: their mean is that loss
         self.log("train/token_loss", token_loss.detach(), prog_bar=True, sync_dist=True)
         self.log("train/balance", balance.mean().detach(), sync_dist=True)
@@ -422,7 +433,7 @@ class MoST(LightningModule):
                 self.log("train/discriminators", adversarial.discriminators.detach(), sync_dist=True)
                 self.log("train/vocoder_fooling", adversarial.fooled, sync_dist=True)
                 moves_vocoder = adversarial.generator + 2 * adversarial.features
-                loss = loss + adversarial.discriminators + self.hparams.vocoder_adversarial * moves_vocoder
+                loss = loss + adversarial.discriminators + self.hparams["vocoder_adversarial"] * moves_vocoder
         self.log("train/loss", loss.detach(), sync_dist=True)
         return loss
 
@@ -443,7 +454,7 @@ class MoST(LightningModule):
                 possible += ["qa_text"] + (["qa_speech"] if n_answer else [])
             task = choose_task(self.tasks, possible, number)
             own = answer_units[i, :n_answer] if task == "qa_speech" else units[i, :n]
-            if self.hparams.deduplicate:
+            if self.hparams["deduplicate"]:
                 own = deduplicate(own)[0]
             hears = task in ("asr", "qa_text", "qa_speech")
             heard.append(hears)
@@ -462,16 +473,19 @@ class MoST(LightningModule):
 
     def _losses(self, prompt: Prompt, frames: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mean cross entropy per response token over all ranks, and the load-balance loss of each layer."""
+        assert self.network is not None
         prompt = self._on_device(prompt)
         logits = self.network(prompt.input_ids, frames, prompt.attention_mask)
         losses = token_losses(logits, prompt.labels)
         total = gather_with_gradient(losses.new_tensor([float(len(losses))])).sum()
         token_loss = losses.sum() * self._world / total
         modality = self.network.modality(prompt.input_ids)
-        valid = torch.ones_like(prompt.attention_mask) if self.hparams.balance_counts_padding else prompt.attention_mask
-        form = self.hparams.balance
+        everything = self.hparams["balance_counts_padding"]
+        valid = torch.ones_like(prompt.attention_mask) if everything else prompt.attention_mask
+        form = self.hparams["balance"]
         layers = []
         for block in moe_blocks(self.network):
+            assert block.routing is not None
             load = segment_load(block.routing, modality, valid, form)
             if form != "sequence":
                 load = SegmentLoad(*(gather_with_gradient(x[None]).sum(0) for x in load))
@@ -489,6 +503,7 @@ class MoST(LightningModule):
 
     def _vocoder_loss(self, batch: Any, frames: Tensor, count: Tensor) -> tuple[Tensor, AdversarialLosses | None]:
         """Log-mel distance on one piece of every utterance and the durations of its units; what discriminators say."""
+        assert self.vocoder is not None
         size = self.vocoder.samples_per_unit
         if frames.shape[1] == 0:  # no audio here; other ranks may have some
             nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
@@ -497,7 +512,7 @@ class MoST(LightningModule):
             adversarial = self._adversarial(made.detach(), made)
             return loss, adversarial and AdversarialLosses(*(0 * part for part in adversarial))
         units = self.units(frames)
-        crop = min(self.hparams.vocoder_crop, units.shape[1])
+        crop = min(self.hparams["vocoder_crop"], units.shape[1])
         start = (batch.number * (count - crop + 1).clamp(min=1)).long()
         place = start[:, None] + torch.arange(crop, device=units.device)  # b crop
         audio = nn.functional.pad(batch.audio, (0, units.shape[1] * size - batch.audio.shape[1]))
@@ -521,8 +536,8 @@ class MoST(LightningModule):
     def on_test_epoch_start(self) -> None:
         """The same, and load the judge."""
         self.on_validation_epoch_start()
-        if self.hparams.judge is not None and self.judge is None:
-            self.judge = Judge(self.hparams.judge, self.device)
+        if self.hparams["judge"] is not None and self.judge is None:
+            self.judge = Judge(self.hparams["judge"], self.device)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Transcribe and compare.
@@ -565,6 +580,7 @@ class MoST(LightningModule):
                     self.log("test/text_perplexity", value.exp())
 
     def _evaluate(self, batch: Any) -> None:
+        assert self.network is not None
         frames, count = self.encode(batch.audio, batch.length)
         examples = [Example("asr", t, n) for t, n in zip(batch.text, count.tolist(), strict=True)]
         prompt = self._on_device(self.prompts(examples))
@@ -572,6 +588,7 @@ class MoST(LightningModule):
         self.scores["loss"].update(token_losses(logits, prompt.labels))
         modality = self.network.modality(prompt.input_ids)
         for total, block in zip(self.expert_load, moe_blocks(self.network), strict=True):
+            assert block.routing is not None
             total += load_by_modality(block.routing, modality, prompt.attention_mask).cpu()
         self.scores["text_loss"].update(self.text_loss(batch.text))
         said = self._transcribe(frames, count)
@@ -579,7 +596,7 @@ class MoST(LightningModule):
             rows = [i for i, unseen in enumerate(batch.unseen.tolist()) if unseen == wanted]
             if rows:
                 self.scores[name].update([said[i] for i in rows], [batch.text[i] for i in rows])
-        if self.hparams.check_shuffled:
+        if self.hparams["check_shuffled"]:
             self.scores["wer_shuffled"].update(self._transcribe(frames.roll(1, 0), count.roll(1, 0)), batch.text)
 
     @torch.no_grad()
@@ -590,6 +607,7 @@ class MoST(LightningModule):
             texts: the texts.
             all_experts: let text tokens use every expert, as the base model did.
         """
+        assert self.network is not None
         prompt = self._on_device(self.prompts([Example("text", text) for text in texts]))
         gates = [block.gate for block in moe_blocks(self.network)]
         groups = [gate.groups for gate in gates]
@@ -610,7 +628,7 @@ class MoST(LightningModule):
     def _evaluate_speech(self, batch: Any) -> None:
         frames, count = self.encode(batch.audio, batch.length)
         real = [self.units(f[:n]) for f, n in zip(frames, count.tolist(), strict=True)]
-        if self.hparams.deduplicate:
+        if self.hparams["deduplicate"]:
             real = [deduplicate(u)[0] for u in real]
         _, made, limit = self._respond("tts", [Example("tts", text) for text in batch.text], None)
         self.scores["unit_error"].update(*([" ".join(map(str, u.tolist())) for u in side] for side in (made, real)))
@@ -636,6 +654,7 @@ class MoST(LightningModule):
 
         What sWUGGY and sBLIMP compare between a real and a distorted utterance.
         """
+        assert self.network is not None
         layout = self.prompts.layout
         prompt = self.prompts([Example("interleaved", units=own) for own in units])
         prompt = self._on_device(prompt)

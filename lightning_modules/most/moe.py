@@ -149,6 +149,8 @@ class ModalityRouter(nn.Module):
         scale: see `route`.
     """
 
+    groups: Tensor | None
+
     def __init__(
         self,
         weight: nn.Parameter,
@@ -168,8 +170,11 @@ class ModalityRouter(nn.Module):
         """Route `hidden` [n, h] by `modality` int64 [n] (None is allowed without groups)."""
         with torch.autocast(hidden.device.type, enabled=False):
             logits = F.linear(hidden.float(), self.weight.float())
-        everything = torch.ones_like(logits, dtype=torch.bool)
-        allowed = everything if self.groups is None else modality[:, None] == self.groups
+        if self.groups is None:
+            allowed = torch.ones_like(logits, dtype=torch.bool)
+        else:
+            assert modality is not None
+            allowed = modality[:, None] == self.groups
         return route(logits, allowed, self.top_k, self.mask, self.renormalise, self.scale)
 
 
@@ -220,7 +225,7 @@ FAMILIES = {
 }
 
 
-def experts_of_one_token(experts: nn.Module, hidden: Tensor, routing: Routing) -> Tensor:
+def experts_of_one_token(experts: Any, hidden: Tensor, routing: Routing) -> Tensor:
     """`sum over picks of weight * expert(x)` for a single token, float [1, h] to [1, h], without gradient.
 
     Generation on a CPU spends its time here; sorting one token's picks by expert takes longer than to visit them.
@@ -282,6 +287,11 @@ class ModalityAwareMoE(nn.Module):
 class _HandsOnModality:
     """Mixin for a decoder layer: its parts stay, and the MoE block also gets the modality."""
 
+    self_attn: nn.Module
+    mlp: nn.Module
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+
     def forward(self, hidden_states: Tensor, modality_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
@@ -338,7 +348,7 @@ def make_modality_aware(
     groups = expert_groups(partition, config.num_experts, config.num_experts_per_tok)
     renormalise = config.norm_topk_prob if family.renormalise is None else family.renormalise
     for layer in model.model.layers:
-        layer.__class__ = _modality_aware(type(layer))
+        layer.__class__ = _modality_aware(type(layer))  # type: ignore[arg-type] # classes are hashable
         block = layer.mlp
         if not hasattr(block, "experts"):  # a dense layer
             continue

@@ -186,7 +186,8 @@ class PromptBuilder:
             raise ValueError(f"the tokenizer does not know every word of {text!r}")
         return ids
 
-    def _spoken(self, units: Tensor) -> list[int]:
+    def _spoken(self, units: Tensor | None) -> list[int]:
+        assert units is not None  # of an example that is spoken
         return [self.layout.begin_audio, *(units + self.layout.first_unit).tolist(), self.layout.end_audio]
 
     def parts(self, example: Example, respond: bool) -> tuple[list[int], list[int]]:
