@@ -87,6 +87,7 @@ class SpikingReport(Callback):
     @torch.no_grad()
     def add(self, trainer: Trainer, module: AnnSnn, batch: Any) -> None:
         """Measure one batch."""
+        assert module.student is not None
         image, label = batch[:2]
         t_train = max(module.time_steps)
         self._sum("images", torch.tensor([float(len(label))]))
@@ -234,7 +235,7 @@ def load_student(path: str) -> Any:
 
 def _whole(x: Tensor) -> Tensor:
     """The tensor itself, gathered if it is sharded."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[operator]
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def table(report: dict[str, Any], what: str) -> str:

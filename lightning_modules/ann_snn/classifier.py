@@ -46,7 +46,7 @@ class ImageClassifier(LightningModule):
         self.hparams.update({k: None for k in ("optimizer", "lr_scheduler") if callable(self.hparams[k])})
         self.network: nn.Module | None = None
         self.optimizer, self.lr_scheduler, self.label_smoothing = optimizer, lr_scheduler, label_smoothing
-        self.accuracy = nn.ModuleDict({"train_": MeanMetric(), "val": MeanMetric(), "test": MeanMetric()})
+        self.accuracy: Any = nn.ModuleDict({"train_": MeanMetric(), "val": MeanMetric(), "test": MeanMetric()})
 
     def configure_model(self) -> None:
         """Build the network once; shard it under FSDP2."""

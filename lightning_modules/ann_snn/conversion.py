@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ _POOL_CALLS = {F.avg_pool2d: nn.AvgPool2d, F.max_pool2d: nn.MaxPool2d, F.adaptiv
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 _LINEAR = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
+_POOLS: tuple[type[nn.Module], ...]
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 _POOLS += (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
 _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -54,7 +55,7 @@ _METHODS = {
     "permute",
 }
 
-_WHY = {
+_WHY: dict[type[nn.Module], str] = {
     nn.LayerNorm: "normalises with statistics of the input; rate coding needs an affine layer",
     nn.GroupNorm: "normalises with statistics of the input; rate coding needs an affine layer",
     nn.MultiheadAttention: "attention is not a rate of spikes",
@@ -83,7 +84,7 @@ def prepare(ann: nn.Module) -> fx.GraphModule:
     ann = copy.deepcopy(ann).eval()
     for name, module in list(ann.named_modules()):
         if name and isinstance(module, nn.BatchNorm2d) and hasattr(module, "act"):  # timm's BatchNormAct2d
-            ann.set_submodule(name, nn.Sequential(_plain_batchnorm(module), module.act))
+            ann.set_submodule(name, nn.Sequential(_plain_batchnorm(module), module.get_submodule("act")))
     _refuse_leaves(ann)
     try:
         network = fx.symbolic_trace(ann)
@@ -114,7 +115,7 @@ def _refusal(problems: list[str]) -> ValueError:
     return ValueError(f"the network cannot be converted; replace these parts (ReLU networks convert):{listed}")
 
 
-def _reason(module: nn.Module) -> str:
+def _reason(module: object) -> str:
     known = next((why for kind, why in _WHY.items() if isinstance(module, kind)), None)
     return known or "no rate-coded form is known; ReLU, ReLU6, convolutions, Linear, BatchNorm and poolings have one"
 
@@ -175,7 +176,7 @@ def _parent(node: fx.Node) -> str:
     """Name of the module in whose forward the node was recorded ("" for the network itself)."""
     stack = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
     if node.op == "call_module":
-        return node.target.rpartition(".")[0]
+        return str(node.target).rpartition(".")[0]
     return stack[-1] if stack else ""
 
 
@@ -231,7 +232,7 @@ def _own_relu_per_call(network: fx.GraphModule) -> None:
             network.set_submodule(node.target, relu)
 
 
-def _cap_at_6(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+def _cap_at_6(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
     return output.clamp(max=6.0)
 
 
@@ -258,9 +259,11 @@ def _fold_batchnorm(network: fx.GraphModule) -> None:
             node.replace_all_uses_with(before)
             network.graph.erase_node(node)
         elif isinstance(norm, nn.BatchNorm2d) and not (isinstance(producer, convolutions) and own):
+            assert norm.running_mean is not None and norm.running_var is not None
             affine = nn.Conv2d(norm.num_features, norm.num_features, 1, groups=norm.num_features)
             scale = (norm.weight if norm.affine else 1) * (norm.running_var + norm.eps).rsqrt()
             shift = (norm.bias if norm.affine else 0) - norm.running_mean * scale
+            assert affine.bias is not None
             affine.weight.data.copy_(scale.view(-1, 1, 1, 1))
             affine.bias.data.copy_(shift)
             network.set_submodule(node.target, affine.to(norm.running_var))
@@ -321,7 +324,12 @@ class SpikingNetwork(nn.Module):
         self.memory_optimised = False
         self._pieces: list[recompute.Piece] = []
         for pair in monitored.values():
-            network.get_submodule(pair.student).keep_total = True
+            self._neuron(pair).keep_total = True
+
+    def _neuron(self, pair: Monitored) -> IFNode:
+        neuron = self.network.get_submodule(pair.student)
+        assert isinstance(neuron, IFNode)
+        return neuron
 
     def neurons(self) -> dict[str, IFNode]:
         """All neurons by name, from input to output."""
@@ -352,7 +360,8 @@ class SpikingNetwork(nn.Module):
             logits, totals = recompute.run(self._pieces, x)
             return logits, {k: totals[pair.student] for k, pair in self.monitored.items()}
         logits = self.network(x)
-        return logits, {k: self.network.get_submodule(pair.student).total for k, pair in self.monitored.items()}
+        kept: dict[str, Any] = {k: self._neuron(pair).total for k, pair in self.monitored.items()}
+        return logits, kept
 
 
 class _Quantile(VoltageHook):
@@ -360,6 +369,8 @@ class _Quantile(VoltageHook):
 
     spikingjelly's own is limited to 2^24 values (`torch.quantile`), 20 images at 64x112x112.
     """
+
+    scale: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rank = float(self.mode.removesuffix("%")) / 100 * (x.numel() - 1)
@@ -374,8 +385,8 @@ class _Recipe(RateCodingRecipe):
     """spikingjelly's recipe, with a floor for dead layers and our neuron in the place of scaler, neuron, scaler."""
 
     def __init__(
-        self, batches: Iterable[torch.Tensor], channel_wise: bool, percentile: float, neuron: dict, warn: bool
-    ):
+        self, batches: Iterable[torch.Tensor], channel_wise: bool, percentile: float, neuron: dict[str, Any], warn: bool
+    ) -> None:
         super().__init__(batches, mode=f"{percentile}%", channel_wise=channel_wise)
         self.neuron = neuron
         self.warn = warn
@@ -391,7 +402,7 @@ class _Recipe(RateCodingRecipe):
     def calibrate(self, converter: Converter, network: fx.GraphModule) -> fx.GraphModule:
         observers = {n: m for n, m in network.named_modules() if "voltage_hook_" in n.rpartition(".")[2]}
 
-        def remember_channels(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        def remember_channels(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
             self.channels[names[module]] = output.shape[1]
 
         names = {module: _neuron_name(name) for name, module in observers.items()}
@@ -419,10 +430,10 @@ class _Recipe(RateCodingRecipe):
         for scaler in [n for n in network.graph.nodes if n.op == "call_module" and n.target.endswith(".scaler0")]:
             prefix = scaler.target.removesuffix(".scaler0")
             neuron, scaler1 = (next(iter(users)) for users in (scaler.users, next(iter(scaler.users)).users))
-            theta = network.get_submodule(f"{prefix}.scaler1").scale
+            last: Any = network.get_submodule(f"{prefix}.scaler1")
             name = _neuron_name(prefix)
             network.delete_submodule(prefix)
-            network.add_submodule(name, IFNode(theta, channels=self.channels[name], **self.neuron))
+            network.add_submodule(name, IFNode(last.scale, channels=self.channels[name], **self.neuron))
             with network.graph.inserting_before(scaler):
                 new = network.graph.call_module(name, scaler.args)
             scaler1.replace_all_uses_with(new)
@@ -515,7 +526,7 @@ def _monitored(prepared: fx.GraphModule) -> dict[str, Monitored]:
             relus.append((node, Monitored(node.target, f"{parent}.spiking_{k}" if parent else f"spiking_{k}")))
 
     def behind_sum(node: fx.Node) -> bool:
-        source = node.args[0]
+        source: Any = node.args[0]
         return (
             source.op == "call_function"
             and source.target.__name__ in ("add", "iadd")
@@ -533,7 +544,7 @@ def _run_constant_part_once(network: fx.GraphModule) -> None:
     """Set "m" mode on everything behind a neuron, "s" on the rest, and repeat the tensors that cross over."""
 
     def module_of(node: fx.Node) -> nn.Module | None:
-        return network.get_submodule(node.target) if node.op == "call_module" else None
+        return network.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     temporal: set[fx.Node] = set()
     while True:
@@ -655,7 +666,12 @@ def simulate(
     try:
         for start in range(0, time_steps, chunk):
             kept: dict[str, torch.Tensor] = {}
-            with capture(student.network, names, lambda label, out, kept=kept: kept.update({label: reduce(out)})):
+
+            def keep(label: str, out: torch.Tensor, kept: dict[str, torch.Tensor] = kept) -> None:
+                assert reduce is not None  # without it no output is captured
+                kept[label] = reduce(out)
+
+            with capture(student.network, names, keep):
                 part, totals = student(x, min(chunk, time_steps - start))
             logits.append(part)
             sums.append(kept if reduce else totals)
@@ -666,7 +682,7 @@ def simulate(
     count = torch.arange(1, time_steps + 1, device=x.device, dtype=steps.dtype)
     prefix = steps.cumsum(0) / count[:, None, None]  # t b k
     # out of place: autograd may have saved the parts
-    features = {label: sum(part[label] for part in sums) / time_steps for label in student.monitored}
+    features: dict[str, Any] = {label: sum(part[label] for part in sums) / time_steps for label in student.monitored}
     return SimulationOutput(prefix[-1], prefix, features)
 
 

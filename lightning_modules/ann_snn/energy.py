@@ -64,9 +64,9 @@ def measure_energy(student: SpikingNetwork, x: torch.Tensor, time_steps: int) ->
     layers: dict[str, LayerEnergy] = {}
     rates: dict[str, float] = {}
 
-    def count(name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
+    def count(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         spikes, once = inputs[0], getattr(module, "step_mode", "s") == "s"
-        per_output = module.weight[0].numel()  # type: ignore[index, operator]
+        per_output = module.weight[0].numel()  # type: ignore[index]
         macs = output.numel() / (1 if once else time_steps) / len(x) * per_output
         if once:  # the same image at every step: computed a single time
             layers[name] = LayerEnergy(macs, macs, False)
@@ -82,13 +82,11 @@ def measure_energy(student: SpikingNetwork, x: torch.Tensor, time_steps: int) ->
     try:
         for name, module in student.network.named_modules():
             if isinstance(module, _WEIGHTED):
-                handles.append(
-                    module.register_forward_hook(lambda m, i, o, name=name: count(name, m, i, o))  # type: ignore[misc]
-                )
+                handles.append(module.register_forward_hook(lambda m, i, o, name=name: count(name, m, i, o)))
             elif isinstance(module, IFNode):
                 handles.append(
                     module.register_forward_hook(
-                        lambda m, i, o, name=name: rates.update({name: float((o != 0).float().mean())})  # type: ignore[misc]
+                        lambda m, i, o, name=name: rates.update({name: float((o != 0).float().mean())})
                     )
                 )
         simulate(student, x, time_steps)

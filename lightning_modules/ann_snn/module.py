@@ -130,7 +130,7 @@ class AnnSnn(LightningModule):
         self.student: SpikingNetwork | None = None
         self.input_shape: list[int] | None = None
         names = ["train_accuracy", *(f"{s}_t{t}" for s in ("val", "test") for t in (0, *self.report_time_steps))]
-        self.metrics = nn.ModuleDict({name: MeanMetric() for name in names})  # T = 0 is the teacher
+        self.metrics: Any = nn.ModuleDict({name: MeanMetric() for name in names})  # T = 0 is the teacher
 
     # ------------------------------------------------------------------------------------------- building
 
@@ -215,6 +215,7 @@ class AnnSnn(LightningModule):
             else:
                 self.convert_with(self._calibration_loader(), device)
         if self.student is not None and self.device_mesh is not None:
+            assert self.teacher is not None
             shard(self.teacher, self.block_types, self.device_mesh)
             # recomputing a piece needs the weights that its forward pass used: gather all of them once per step then
             shard(self.student, () if self.hparams["memory_optimised"] else self.block_types, self.device_mesh)

@@ -95,6 +95,7 @@ class CifarResNet(nn.Module):
 
     def __init__(self, depth: int = 20, classes: int = 10, in_channels: int = 3, width: int | None = None):
         super().__init__()
+        blocks: tuple[int, ...]
         if depth in (18, 34):
             width, blocks, pad = width or 64, {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}[depth], False
         elif depth >= 8 and depth % 6 == 2:

@@ -29,7 +29,9 @@ class _Fire(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, v: torch.Tensor, theta: torch.Tensor, keep_total: bool) -> tuple:
+    def forward(
+        ctx: Any, x: torch.Tensor, v: torch.Tensor, theta: torch.Tensor, keep_total: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         v = torch.empty_like(x[0]).copy_(v)  # in the layout of one step of x, which may be channels last
         h, out = (x.new_empty_strided(x.shape, (v.numel(), *v.stride())) for _ in range(2))
         total = torch.zeros_like(v) if keep_total else None
@@ -49,7 +51,7 @@ class _Fire(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_out: torch.Tensor | None, grad_v: torch.Tensor | None, grad_total: torch.Tensor | None
-    ) -> tuple:
+    ) -> tuple[torch.Tensor | None, ...]:
         h, theta = ctx.saved_tensors
         alpha = torch.full((), SURROGATE_ALPHA, dtype=h.dtype, device=h.device)
         grad_x = torch.add(-alpha, h, alpha=SURROGATE_ALPHA).sigmoid_()

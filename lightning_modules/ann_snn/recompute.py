@@ -77,7 +77,10 @@ class _Recompute(torch.autograd.Function):
     """One piece: (piece, thetas of its inputs, n, n inputs, parameters) -> spikes `[t b ...]`, their sum `[b ...]`."""
 
     @staticmethod
-    def forward(ctx: Any, piece: Piece, thetas: list, n: int, *tensors: torch.Tensor) -> tuple:
+    def forward(
+        ctx: Any, piece: Piece, thetas: list[torch.Tensor | None], n: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert piece.neuron is not None
         inputs, parameters = tensors[:n], tensors[n:]
         out = piece.body(*inputs)
         packed = [x if theta is None else x != 0 for x, theta in zip(inputs, thetas, strict=True)]
@@ -90,7 +93,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_total: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_total: torch.Tensor | None) -> tuple[Any, ...]:
         piece, thetas, n = ctx.piece, ctx.thetas, len(ctx.thetas)
         packed, parameters = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
         inputs = [

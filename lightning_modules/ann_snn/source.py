@@ -55,7 +55,7 @@ def load_weights(network: nn.Module, weights: str) -> None:
     if path.suffix == ".safetensors" and path.is_file():
         from safetensors.torch import load_file
 
-        state = load_file(path)
+        state: dict[str, Any] = load_file(path)
     elif path.is_file():
         from lightning_modules.distributed import read_checkpoint
 

@@ -1,0 +1,15 @@
+from .classifier import ImageClassifier as ImageClassifier
+from .conversion import SpikingNetwork as SpikingNetwork
+from .conversion import convert as convert
+from .conversion import prepare as prepare
+from .conversion import rebuild as rebuild
+from .conversion import simulate as simulate
+from .conversion import teacher_features as teacher_features
+from .energy import measure_energy as measure_energy
+from .losses import closed_loop_loss as closed_loop_loss
+from .losses import layer_weights as layer_weights
+from .losses import linear_cka as linear_cka
+from .module import AnnSnn as AnnSnn
+from .networks import CifarResNet as CifarResNet
+from .networks import SmallResNet as SmallResNet
+from .neurons import IFNode as IFNode
