@@ -1,6 +1,7 @@
 """Closed-loop evaluation of a policy in the simulator that its demonstrations come from."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +104,8 @@ class Rollouts(Callback):
         picture: Side of the GIF in pixels; 0 for none.
         latency_calls: Plans that are timed in the test, after 10 that are not.
     """
+
+    log: Callable[..., None]  # given by Lightning
 
     def __init__(self, episodes: int = 20, max_steps: int = 200, picture: int = 128, latency_calls: int = 100) -> None:
         self.episodes, self.max_steps, self.picture, self.latency_calls = episodes, max_steps, picture, latency_calls

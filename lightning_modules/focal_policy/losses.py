@@ -29,7 +29,7 @@ class Term(NamedTuple):
     """
 
     total: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment] # instead of tuple's method
 
     def mean(self) -> Tensor:
         """The mean over this process; 0 where nothing counts."""

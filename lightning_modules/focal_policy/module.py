@@ -269,22 +269,22 @@ class FocalPolicy(LightningModule):
     def objective(self, batch: Any, epoch: int) -> dict[str, Term]:
         """The terms of the loss on a batch, see `losses`."""
         assert self.network is not None
-        h = self.hparams
-        noise, draws, corner = self.draws(batch.index, epoch)
-        names = ("mean_t", "std_t", "mean_r", "std_r", "ratio", "eps", "delta")
-        tau, r = flow_times(*draws, sampler=self.time_sampler, **{name: h[name] for name in names})
-        actions = self.network.normalizer("action", batch.action)
-        condition = self.network.condition(batch.observation, corner if self.training else None)
+        h, network = self.hparams, self.network
+        noise, (u_tau, n_a, n_b, u_mix), corner = self.draws(batch.index, epoch)
+        names: tuple[str, ...] = ("mean_t", "std_t", "mean_r", "std_r", "ratio", "eps", "delta")
+        tau, r = flow_times(u_tau, n_a, n_b, u_mix, self.time_sampler, **{name: h[name] for name in names})
+        actions = network.normalizer("action", batch.action)
+        condition = network.condition(batch.observation, corner if self.training else None)
 
         def velocity(x: Tensor, s: Tensor) -> Tensor:
-            return self.network.velocity(x, s, condition).float()
+            return network.velocity(x, s, condition).float()
 
         shared = {"actions": actions, "noise": noise, "tau": tau, "r": r, "valid": batch.valid}
         if h["objective"] == "consistency":
-            options = ("segments", "delta", "stop_gradient")
-            return consistency_objective(velocity, **shared, **{name: h[name] for name in options})
-        options = ("action_steps", "proximal_start", "time_scope", "freq_scope", "freq_mode", "band_weights")
-        return foresight_composite_objective(velocity, **shared, **{name: h[name] for name in options})
+            names = ("segments", "delta", "stop_gradient")
+            return consistency_objective(velocity, **shared, **{name: h[name] for name in names})
+        names = ("action_steps", "proximal_start", "time_scope", "freq_scope", "freq_mode", "band_weights")
+        return foresight_composite_objective(velocity, **shared, **{name: h[name] for name in names})
 
     def _mean(self, term: Term) -> Tensor:
         """The mean over the samples of all ranks, with this rank's share of the gradient."""
@@ -408,6 +408,7 @@ class FocalPolicy(LightningModule):
             ValueError: If the files are of another class or a newer version.
         """
         network = load_pretrained(source)
-        module = cls(**{k: list(v) if k == "widths" else v for k, v in vars(network.config).items()})
+        options: dict[str, Any] = {k: list(v) if k == "widths" else v for k, v in vars(network.config).items()}
+        module = cls(**options)
         module.network = network
         return module.eval()

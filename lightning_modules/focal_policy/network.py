@@ -8,6 +8,7 @@ Axes: b batch, l window steps, d action dimensions, c channels, g condition feat
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -172,12 +173,12 @@ class ConditionalUnet1d(nn.Module):
             nn.Linear(4 * time_features, time_features),
         )
         levels = list(zip([action_dim, *widths], widths, strict=False))
-        self.down_modules = nn.ModuleList(
+        self.down_modules: Any = nn.ModuleList(
             nn.ModuleList([block(i, o), block(o, o), Downsample(o) if level < len(levels) else nn.Identity()])
             for level, (i, o) in enumerate(levels, start=1)
         )
         self.mid_modules = nn.ModuleList([block(widths[-1], widths[-1]) for _ in range(2)])
-        self.up_modules = nn.ModuleList(
+        self.up_modules: Any = nn.ModuleList(
             nn.ModuleList([block(2 * o, i), block(i, i), Upsample(i)]) for i, o in reversed(levels[1:])
         )
         self.final_conv = nn.Sequential(
