@@ -19,7 +19,7 @@ class VideoGrid(Callback):
     noise.
 
     Args:
-        clips: How many, the first of the split.
+        clips: How many, spread evenly over the split's first batch.
     """
 
     def __init__(self, clips: int = 4) -> None:
@@ -29,7 +29,7 @@ class VideoGrid(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Predict before the first step; a resumed run has no such row."""
         if trainer.ckpt_path is None:
-            _, self._before = self._predict(trainer.datamodule.val_dataloader(), pl_module)
+            self._before = self._predict(trainer.datamodule.val_dataloader(), pl_module)[1]
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the first validation clips."""
@@ -40,30 +40,33 @@ class VideoGrid(Callback):
         """Draw the first test clips."""
         self._draw(trainer, pl_module, trainer.datamodule.test_dataloader(), "videos_test", None)
 
-    def _predict(self, loader: Any, pl_module: LightningModule) -> tuple[Tensor, Tensor]:
+    def _predict(self, loader: Any, pl_module: LightningModule) -> tuple[Tensor, Tensor, list[str]]:
         batch = next(iter(loader))
-        n = self.clips
-        video, tokens = batch.video[:n].to(pl_module.device), batch.tokens[:n].to(pl_module.device)
+        here = torch.linspace(0, len(batch.index) - 1, min(self.clips, len(batch.index))).long()
+        video, tokens = batch.video[here].to(pl_module.device), batch.tokens[here].to(pl_module.device)
+        captions = [batch.caption[i] for i in here.tolist()]
         with torch.no_grad():
-            predicted = pl_module(video[:, 0], tokens, batch.caption[:n], batch.index[:n].tolist())
-        return (video / 2 + 0.5).cpu(), predicted.cpu()
+            predicted = pl_module(video[:, 0], tokens, captions, batch.index[here].tolist())
+        return (video / 2 + 0.5).cpu(), predicted.cpu(), captions
 
     def _draw(
         self, trainer: Trainer, pl_module: LightningModule, loader: Any, name: str, before: Tensor | None
     ) -> None:
-        expert, now = self._predict(loader, pl_module)
+        expert, now, captions = self._predict(loader, pl_module)
         rows = {"expert": expert, "before": before, "now": now}
-        log_figure(trainer, name, grid({k: v for k, v in rows.items() if v is not None}))
+        log_figure(trainer, name, grid({k: v for k, v in rows.items() if v is not None}, captions))
 
 
-def grid(rows: dict[str, Tensor]) -> Figure:
-    """One block per clip, one line per entry of `rows`, one column per frame; videos `[n f 3 h w]` in [0, 1]."""
+def grid(rows: dict[str, Tensor], captions: list[str]) -> Figure:
+    """Two clips side by side, one line per entry of `rows`, one column per frame; videos `[n f 3 h w]` in [0, 1]."""
     n, f = next(iter(rows.values())).shape[:2]
-    figure = new_figure(f, n * len(rows))
-    axes = figure.subplots(n * len(rows), f, squeeze=False)
-    for i in range(n):
-        for j, (name, videos) in enumerate(rows.items()):
-            line = axes[i * len(rows) + j]
+    across = min(n, 2)
+    down = -(-n // across)
+    figure = new_figure(across * (f + 0.4), down * (len(rows) + 0.3))
+    for i, block in enumerate(figure.subfigures(down, across, squeeze=False).flat[:n]):
+        block.suptitle(captions[i], fontsize=9)
+        axes = block.subplots(len(rows), f, squeeze=False)
+        for line, (name, videos) in zip(axes, rows.items(), strict=True):
             line[0].set_ylabel(name)
             for k, axis in enumerate(line):
                 axis.imshow(videos[i, k].permute(1, 2, 0).numpy())

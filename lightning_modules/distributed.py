@@ -1,4 +1,4 @@
-"""What the methods share about ranks: the FSDP2 strategy, sharding, gathering with gradients, consolidation."""
+"""What the methods share about ranks: the FSDP2 strategy, sharding, gathering with gradients, means, consolidation."""
 
 import io
 import pickle
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -228,6 +229,26 @@ def read_checkpoint(path: Path, keys: Iterable[str] | None = None) -> dict[str, 
     if not isinstance(content, dict):
         raise ValueError(f"checkpoint {path} holds a {type(content).__name__}, not a checkpoint")
     return content if keys is None else {k: content[k] for k in keys if k in content}
+
+
+def log_means(module: LightningModule, values: dict[str, Tensor], count: int, prog_bar: bool = False) -> None:
+    """Log the mean over all samples of an evaluation, whatever their spread over batches and ranks.
+
+    Lightning's own reduction over ranks divides by a rounded number of samples where ranks have unequal ones.
+
+    Args:
+        module: In a step that every rank takes.
+        values: Means over this rank's samples, by log name.
+        count: Of these samples; with 0 the values do not count, not even if they are not a number.
+        prog_bar: Whether the progress bar shows them.
+    """
+    stacked = torch.stack([value.detach().float() for value in values.values()])
+    totals = torch.cat([(stacked * count if count else torch.zeros_like(stacked)), stacked.new_tensor([float(count)])])
+    if module.trainer.world_size > 1:
+        totals = module.trainer.strategy.reduce(totals, reduce_op="sum")
+    if samples := int(totals[-1]):
+        means = dict(zip(values, totals[:-1] / samples, strict=True))
+        module.log_dict(means, batch_size=samples, prog_bar=prog_bar, rank_zero_only=False)
 
 
 def consolidate(folder: Path, output: Path | None = None) -> Path:

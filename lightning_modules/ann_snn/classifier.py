@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_modules.ann_snn.source import build, check_data, load_weights
-from lightning_modules.distributed import shard
+from lightning_modules.distributed import log_means, shard
 
 
 class ImageClassifier(LightningModule):
@@ -74,7 +74,10 @@ class ImageClassifier(LightningModule):
         loss = F.cross_entropy(logits.float(), label, label_smoothing=smoothing)
         metric = self.accuracy["train_" if stage == "train" else stage]
         metric((logits.argmax(1) == label).float())
-        self.log(f"{stage}/loss", loss, batch_size=len(label), sync_dist=True, prog_bar=stage == "train")
+        if stage == "train":
+            self.log("train/loss", loss, batch_size=len(label), sync_dist=True, prog_bar=True)
+        else:
+            log_means(self, {f"{stage}/loss": loss}, len(label))
         self.log(f"{stage}/accuracy", metric, batch_size=len(label), on_step=False, on_epoch=True, prog_bar=True)
         return loss
 

@@ -7,16 +7,4 @@ first used, so that the sampler does not load diffusers.
 
 import lazy_loader
 
-_NAMES = {  # file: names in it
-    "action_model": ["ActionModel", "VideoRolloutPolicy"],
-    "autoencoder": ["LatentVideoAutoencoder"],
-    "diffusion": ["VideoDiffusion"],
-    "module": ["DynVPP"],
-    "networks": ["ActionDecoder", "ActionEncoder", "VideoFormer", "first_step_features", "predict_clean"],
-    "objective": ["group_advantages", "micro_batches", "policy_loss"],
-    "policy": ["VideoPolicy"],
-    "rewards": ["latent_reward"],
-    "sampler": ["context_noise", "hybrid_schedule", "karras_sigmas", "rollout"],
-    "video_model": ["VideoModel"],
-}
-__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs=_NAMES)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)  # names: __init__.pyi

@@ -87,6 +87,9 @@ class ActionModel(nn.Module):
         ValueError: If the video model reads text by CLIP.
     """
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, video: VideoModel, config: ActionConfig) -> None:
         super().__init__()
         if isinstance(video.text, ClipText):

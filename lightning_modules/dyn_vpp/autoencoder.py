@@ -10,9 +10,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
-from lightning_modules.distributed import read_checkpoint, shard
+from lightning_modules.distributed import log_means, read_checkpoint, shard
 
-from .logged import log_means
 from .metrics import psnr, ssim
 from .networks import SMALL_AUTOENCODER, decode, encode, video_autoencoder
 from .sampler import context_noise
@@ -164,6 +163,7 @@ class LatentVideoAutoencoder(LightningModule):
         config, state = read_autoencoder(folder)
         module = cls(config)
         module.configure_model()
+        assert module.autoencoder is not None
         module.autoencoder.load_state_dict(state)
         return module.eval()
 

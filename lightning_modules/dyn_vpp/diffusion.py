@@ -11,19 +11,18 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lightning_modules.distributed import read_checkpoint, shard
+from lightning_modules.distributed import log_means, read_checkpoint, shard
 
 from .autoencoder import read_autoencoder
-from .logged import log_means
 from .lora import merge
 from .metrics import (
     centroid_error,
     colour_centroid,
     flow_error,
     group_diversity,
-    high_frequency_energy,
     perceptual_distance,
     psnr,
+    sharpness,
     ssim,
 )
 from .networks import SMALL_AUTOENCODER, SMALL_UNET, Condition
@@ -52,7 +51,7 @@ class VideoDiffusion(LightningModule):
       from the same start; `reward_given`, at frame 0; `copy_reward`, of repeating frame 0, the baseline to beat;
     - `l1` and `cosine`, of the hybrid samples;
     - `diversity`, mean absolute difference between two samples of a group;
-    - `sharpness`, energy of the upper half of spatial frequencies over the expert's: falls below 1 with blur;
+    - `sharpness`, energy of the upper half of spatial frequencies over the expert's, per clip: falls below 1 with blur;
     - with pictures, for `test/` only: `psnr` (dB), `ssim`, `flow_error` (pixels) of the ODE sample, and `l1_frame_<k>`,
       `cosine_frame_<k>`; where asked for, `centroid_error` (pixels) and `lpips`.
 
@@ -299,7 +298,6 @@ class VideoDiffusion(LightningModule):
         l1, cosine = -l1_reward(hybrid, expert), cosine_reward(hybrid, expert)
         key = (EVALUATION, 0)
         loss = self.supervised_loss(latents, batch.tokens, batch.caption, batch.index, key, 0.0)
-        energy = [high_frequency_energy(x)[..., 1:].mean() for x in (hybrid, latents)]
         values = {
             "loss": loss,
             "reward": reward[..., 1:].mean(),
@@ -309,7 +307,7 @@ class VideoDiffusion(LightningModule):
             "l1": l1[..., 1:].mean(),
             "cosine": cosine[..., 1:].mean(),
             "diversity": group_diversity(hybrid)[..., 1:].mean(),
-            "sharpness": energy[0] / energy[1].clamp(min=1e-12),
+            "sharpness": sharpness(hybrid, latents).mean(),
         }
         if stage == "test":
             ours, theirs = self.model.decode(ode), batch.video / 2 + 0.5

@@ -23,6 +23,8 @@ class LowRank(nn.Module):
         scale: Its factor; 2 is the released alpha / rank, 32 / 16.
     """
 
+    scale: Tensor
+
     def __init__(self, weight: Tensor, rank: int, scale: float) -> None:
         super().__init__()
         size = weight[0].numel()

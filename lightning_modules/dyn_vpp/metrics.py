@@ -6,6 +6,7 @@ is the baseline to beat.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ def ssim(prediction: Tensor, target: Tensor) -> Tensor:
     return values.unflatten(0, prediction.shape[:-3])  # type: ignore[union-attr]
 
 
-def perceptual_distance(network: str) -> nn.Module:
+def perceptual_distance(network: Literal["alex", "vgg", "squeeze"]) -> nn.Module:
     """LPIPS (arXiv 1801.03924): takes two batches of pictures `[n 3 h w]` in [0, 1], gives the mean distance.
 
     Args:
@@ -125,6 +126,20 @@ def high_frequency_energy(x: Tensor, cutoff: float = 0.5) -> Tensor:
     radius = torch.hypot(torch.fft.fftfreq(h)[:, None], torch.fft.fftfreq(w)[None]) / 0.5
     power = torch.fft.fft2(x.float(), norm="ortho").abs().square()
     return (power * (radius > cutoff).to(power)).mean((-3, -2, -1))
+
+
+def sharpness(x: Tensor, expert: Tensor) -> Tensor:
+    """High-frequency energy of predicted frames over that of the expert's, the given frame left out.
+
+    Args:
+        x: Samples `[b g f c h w]`.
+        expert: `[b f c h w]`.
+
+    Returns:
+        `[b]`: below 1 where the prediction is blurred.
+    """
+    ours = high_frequency_energy(x)[..., 1:].mean((1, 2))
+    return ours / high_frequency_energy(expert)[..., 1:].mean(1).clamp(min=1e-12)
 
 
 def group_diversity(latents: Tensor) -> Tensor:

@@ -9,15 +9,14 @@ import copy
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_modules.distributed import gather_batch
+from lightning_modules.distributed import gather_batch, log_means
 
 from .diffusion import ROLLOUT, TRAINING, VideoDiffusion, read_model
-from .logged import log_means
 from .lora import add_low_rank
-from .metrics import group_diversity, high_frequency_energy
+from .metrics import group_diversity, sharpness
 from .objective import (
     Advantages,
     MicroBatch,
@@ -282,7 +281,7 @@ class DynVPP(VideoDiffusion):
                 gradients = torch.autograd.grad(loss, trained, allow_unused=True)
                 filled = [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, trained, strict=True)]
                 total += torch.cat([g.flatten() for g in filled]) * len(rows)
-        return float(torch.nn.functional.cosine_similarity(*sums, dim=0))
+        return float(torch.nn.functional.cosine_similarity(sums[0], sums[1], dim=0))
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Sample, score, compare, update."""
@@ -303,14 +302,13 @@ class DynVPP(VideoDiffusion):
 
         updates = [self._update(batch, latents, condition, result.steps, advantages) for _ in range(h["inner_epochs"])]
 
-        energy = [high_frequency_energy(x)[..., 1:].mean() for x in (result.latents, latents)]
         watched = {
             "reward": rewards[rewards.isfinite()].mean(),
             "copy_reward": latent_reward(latents[:, :1], latents, **weights).mean(),
             "zero_std": advantages.zero_std_fraction,
             "nonfinite": advantages.nonfinite.float(),
             "diversity": group_diversity(result.latents)[..., 1:].mean(),
-            "sharpness": energy[0] / energy[1].clamp(min=1e-12),
+            "sharpness": sharpness(result.latents, latents).mean(),
         }
         watched |= {name: torch.stack([u[name] for u in updates]).mean() for name in updates[0]}
         error = watched.pop("ratio_error")
@@ -321,8 +319,10 @@ class DynVPP(VideoDiffusion):
         self, batch: Any, latents: Tensor, condition: Any, steps: Any, advantages: Advantages
     ) -> dict[str, Tensor]:
         """One optimiser step on a rollout; returns what is logged about it."""
+        assert self.model is not None
         h, b = self.hparams, len(latents)
-        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        optimizer: Any = self.optimizers()
+        scheduler: Any = self.lr_schedulers()
         optimizer.zero_grad()
         parts = micro_batches(steps, advantages.values, h["micro_batch"])
         losses = []

@@ -7,7 +7,7 @@ an action chunk.
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +74,7 @@ def _on_one_device(module: nn.Module) -> nn.Module:
     return module.to(next(module.parameters()).device)
 
 
-def video_unet(config: dict) -> UNetSpatioTemporalConditionModel:
+def video_unet(config: dict[str, Any]) -> UNetSpatioTemporalConditionModel:
     """Build the video U-Net (on the meta device inside `with torch.device("meta")`).
 
     Args:
@@ -96,7 +96,7 @@ def video_unet(config: dict) -> UNetSpatioTemporalConditionModel:
     return _on_one_device(UNetSpatioTemporalConditionModel(**config))
 
 
-def video_autoencoder(config: dict) -> AutoencoderKLTemporalDecoder:
+def video_autoencoder(config: dict[str, Any]) -> AutoencoderKLTemporalDecoder:
     """Build the autoencoder from arguments of diffusers' class, such as `SVD_AUTOENCODER` or `SMALL_AUTOENCODER`."""
     return _on_one_device(AutoencoderKLTemporalDecoder(**config))
 
@@ -262,7 +262,7 @@ def first_step_features(
     """
     maps: list[Tensor] = []
 
-    def keep(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+    def keep(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         maps.append(output)
         if len(maps) == len(blocks):
             raise _Seen

@@ -8,11 +8,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
-from lightning_modules.distributed import shard
+from lightning_modules.distributed import log_means, shard
 
 from .action_model import ACTIONS, FEATURES, ActionConfig, ActionModel, VideoRolloutPolicy
 from .diffusion import VideoDiffusion, read_model
-from .logged import log_means
 from .networks import ActionBlock, VideoFormerLayer
 from .sampler import context_noise
 from .video_model import VideoModel

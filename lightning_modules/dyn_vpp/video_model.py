@@ -10,7 +10,7 @@ caller gives.
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from lightning_modules.dyn_vpp.networks import (
     video_autoencoder,
     video_unet,
 )
-from lightning_modules.dyn_vpp.sampler import Denoiser
 
 FORMAT = 1  # of save
 SHIPPED = Path(__file__).parent / "weights"
@@ -177,7 +176,7 @@ class VideoModel(nn.Module):
 
     def denoiser(
         self, condition: Condition, rows: int | None = None, unet: nn.Module | None = None, guided: bool = True
-    ) -> Denoiser:
+    ) -> Callable[[Tensor, Tensor | float], Tensor]:
         """The denoiser of the sampler for some contexts.
 
         Args:

@@ -339,7 +339,6 @@ class FocalPolicy(LightningModule):
     def _evaluate(self, batch: Any, stage: str) -> None:
         """Loss and errors on held-out windows, with the same noise in every epoch."""
         assert self.network is not None
-        n = len(batch.index)
         loss, _ = self._loss(self.objective(batch, 0))
         noise, _, _ = self.draws(batch.index, 0)
         predicted = self.network.normalizer("action", self(batch.observation, noise))
@@ -349,9 +348,13 @@ class FocalPolicy(LightningModule):
             "executed_error": time_term(predicted[:, executed], target[:, executed], batch.valid[:, executed]),
             "window_error": time_term(predicted, target, batch.valid),
         }
-        self.log(f"{stage}/loss", loss, batch_size=n, sync_dist=True, prog_bar=True)
-        for name, term in errors.items():
-            self.log(f"{stage}/{name}", self._mean(term), batch_size=n, sync_dist=True)
+        values = {"loss": loss} | {name: self._mean(term) for name, term in errors.items()}
+        means, windows = torch.stack(list(values.values())), torch.tensor(float(len(batch.index)), device=self.device)
+        if self.trainer.world_size > 1:  # Lightning's own reduction would round the mean number of windows
+            means = self.trainer.strategy.reduce(means, reduce_op="mean")
+            windows = self.trainer.strategy.reduce(windows, reduce_op="sum")
+        for name, value in zip(values, means, strict=True):
+            self.log(f"{stage}/{name}", value, batch_size=int(windows), prog_bar=name == "loss")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log loss and errors."""

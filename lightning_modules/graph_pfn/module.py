@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_modules.distributed import read_checkpoint, shard
+from lightning_modules.distributed import log_means, read_checkpoint, shard
 from lightning_modules.graph_pfn.adapter import EdgeHead
 from lightning_modules.graph_pfn.checkpoints import read_weights
 from lightning_modules.graph_pfn.inference import Ensemble, draw_members, episode, predict, view
@@ -379,8 +379,7 @@ class GraphPFN(LightningModule):
         if not isinstance(batch, list):
             return self._evaluate(batch, "val")
         losses = self._pretrain(batch, self._generators(len(batch), batch_idx))
-        names = {f"val/{name}": value for name, value in losses.items()}
-        self.log_dict(names, batch_size=len(batch), prog_bar=True, sync_dist=True)
+        log_means(self, {f"val/{name}": value for name, value in losses.items()}, len(batch), prog_bar=True)
         return None
 
     def test_step(self, batch: Any, batch_idx: int) -> None:

@@ -543,7 +543,7 @@ class MoST(LightningModule):
         """Transcribe and compare.
 
         Logs `val/wer` and `val/cer` (errors per word and per character; speakers seen in training),
-        `val/wer_unseen_speakers`, `val/wer_shuffled` (audio exchanged between utterances: near 1 unless the model
+        `val/wer_unseen_speakers`, `val/wer_shuffled` (audio exchanged within a rank's batch: near 1 unless the model
         guesses from text alone), `val/loss` (nats per transcript token) and `val/text_loss` (of the text alone).
         """
         self._evaluate(batch)
@@ -596,7 +596,7 @@ class MoST(LightningModule):
             rows = [i for i, unseen in enumerate(batch.unseen.tolist()) if unseen == wanted]
             if rows:
                 self.scores[name].update([said[i] for i in rows], [batch.text[i] for i in rows])
-        if self.hparams["check_shuffled"]:
+        if self.hparams["check_shuffled"] and len(said) > 1:
             self.scores["wer_shuffled"].update(self._transcribe(frames.roll(1, 0), count.roll(1, 0)), batch.text)
 
     @torch.no_grad()
@@ -635,8 +635,8 @@ class MoST(LightningModule):
         # begin_audio, end_audio and EOS are around the units of a response that had to be closed
         stopped = [float(len(u) < limit - 3) for u in made]
         self.scores["tts_stopped"].update(torch.tensor(stopped))
-        shuffle = torch.Generator().manual_seed(int(batch.index[0]))
-        mixed = [u[torch.randperm(len(u), generator=shuffle).to(u.device)] for u in real]
+        seeds = [torch.Generator().manual_seed(i) for i in batch.index.tolist()]
+        mixed = [u[torch.randperm(len(u), generator=g).to(u.device)] for u, g in zip(real, seeds, strict=True)]
         likelier = self.unit_likelihood(real) > self.unit_likelihood(mixed)
         self.scores["unit_likelihood_accuracy"].update(likelier.float())
         if self.vocoder is not None:

@@ -11,6 +11,7 @@ from lightning_modules.most.encoders import log_mel, mel_filters
 from lightning_modules.most.units import deduplicate
 
 UPSAMPLING = {640: (8, 5, 4, 4), 320: (5, 4, 4, 4)}  # by samples per unit: 25 or 50 units a second at 16 kHz
+AFTER = 12  # units; the generator hears fewer than 10 to each side
 
 
 class UnitVocoder(nn.Module):
@@ -86,11 +87,14 @@ class UnitVocoder(nn.Module):
 
     @torch.no_grad()
     def speak(self, units: list[Tensor]) -> list[Tensor]:
-        """Samples [s] of each sequence of units int64 [l]; in the one pass, shorter ones repeat their last unit."""
+        """Samples [s] of each sequence of units int64 [l], in one pass.
+
+        In it every sequence goes on with its last unit, so its sound does not depend on the others.
+        """
         longest = max(map(len, units))
         if longest == 0:
             return [self.embedding.weight.new_zeros(0) for _ in units]
-        places = torch.arange(longest, device=units[0].device)
+        places = torch.arange(longest + AFTER, device=units[0].device)
         padded = torch.stack([u[places.clamp(max=len(u) - 1)] if len(u) else torch.zeros_like(places) for u in units])
         size = self.samples_per_unit
         return [samples[: len(u) * size] for samples, u in zip(self(padded), units, strict=True)]
@@ -110,13 +114,16 @@ class DurationPredictor(nn.Module):
         self.layers = nn.Sequential(nn.Conv1d(width, width, 3, padding=1), nn.ReLU(), nn.Conv1d(width, 1, 3, padding=1))
 
     def forward(self, runs: Tensor) -> Tensor:
-        """Units int64 [b, m] to float [b, m]."""
-        return self.layers(self.embedding(runs).transpose(1, 2))[:, 0]
+        """Units int64 [b, m], -1 after their end, to float [b, m]; padding changes nothing in front of it."""
+        real = (runs >= 0).unsqueeze(1)
+        first, activation, last = self.layers
+        x = self.embedding(runs.clamp(min=0)).transpose(1, 2) * real
+        return last(activation(first(x)) * real)[:, 0]
 
     @torch.no_grad()
     def lengthen(self, runs: list[Tensor]) -> list[Tensor]:
         """Repeat every unit for its predicted length, 1 to 25; sequences int64 [m] to int64 [l]."""
-        padded = nn.utils.rnn.pad_sequence(runs, batch_first=True)
+        padded = nn.utils.rnn.pad_sequence(runs, batch_first=True, padding_value=-1)
         if padded.shape[1] == 0:
             return runs
         lengths = self(padded).exp().round().clamp(1, 25).long()
@@ -134,7 +141,7 @@ def duration_loss(predictor: DurationPredictor, units: Tensor, count: Tensor) ->
     runs, lengths = zip(*(deduplicate(u[:n]) for u, n in zip(units, count.tolist(), strict=True)), strict=True)
     pad = nn.utils.rnn.pad_sequence
     target = pad(list(lengths), batch_first=True)
-    error = (predictor(pad(list(runs), batch_first=True)) - target.clamp(min=1).log()).square()
+    error = (predictor(pad(list(runs), batch_first=True, padding_value=-1)) - target.clamp(min=1).log()).square()
     return error[target > 0].mean()
 
 

@@ -1,7 +1,7 @@
 """Every shipped config: with every overlay it parses, and offline it really runs all four commands.
 
 Both lists come from the folder: a new config is covered without writing a test. One that needs something that is not
-there is named in `NEEDS`; what makes one small enough is named by its data module in `SMALL`.
+there is named in `NEEDS`; what makes one small enough is in `tests/small.py`.
 """
 
 import json
@@ -17,6 +17,7 @@ from lightning.pytorch import LightningDataModule
 import cli
 import configs
 from tests.helpers import newest_run
+from tests.small import smaller
 
 METHODS = [name for name in configs.names() if name.split("/")[0] not in configs.OVERLAYS]
 OVERLAYS = {
@@ -72,40 +73,10 @@ NEEDS = {  # what is not there offline
     "most/spoken_digits_real": "recordings",
 }
 OFFLINE = [name for name in METHODS if name not in NEEDS and not name.split("/")[1].startswith("paper_")]
-EPISODES = {"tasks": ["reach-v3"], "episodes": 3}
-SMALL = {
-    "RobotDemonstrations": EPISODES | {"batch_size": 8},
-    "ExpertVideos": EPISODES | {"test_episodes": 2, "batch_size": 2, "eval_batch_size": 2},
-    "SpeechText": {"made": {"utterances": 100, "words": [1, 2], "unseen_utterances": 20}},
-    "GraphPrior": {"graphs_per_epoch": 16, "validation_graphs": 4},
-    "FederatedImages": {"train_size": 300},
-}
-SMALL_CALLBACKS = {"Rollouts": {"episodes": 2, "max_steps": 20}}
 START = {  # stage 3 of a method starts from stage 2
     "dyn_vpp/metaworld": ("dyn_vpp/metaworld_base", "init_from"),
 }
 CHEAP = ("ann_snn/digits_source", "graph_pfn/karate")
-
-
-def smaller(name: str, home: Path) -> Path:
-    """The config with less data, which are kept in `home`."""
-    content = yaml.safe_load(configs.find(name).read_text())
-    data = content["data"]
-    kind = data["class_path"].split(".")[-1]
-    data["init_args"] |= SMALL.get(kind, {})
-    if kind in ("RobotDemonstrations", "ExpertVideos", "SpeechText"):
-        data["init_args"]["data_dir"] = str(home / "data")
-    if Path(data["init_args"].get("source", ".")).suffix not in ("", "."):
-        from tests.focal_policy.toys import recording
-
-        home.mkdir(exist_ok=True)
-        data["init_args"]["source"] = str(recording(home))
-    for callback in content["trainer"]["callbacks"]:
-        callback.setdefault("init_args", {}).update(SMALL_CALLBACKS.get(callback["class_path"].split(".")[-1], {}))
-    file = home / name / f"{name.replace('/', '_')}.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(content))
-    return file
 
 
 def fit(name: str, home: Path) -> Path:

@@ -97,6 +97,19 @@ def test_durations_are_learnt():
     assert made[1].tolist() == units[1, :6].tolist()
 
 
+@pytest.mark.parametrize("samples_per_unit", [320, 640])
+def test_speech_does_not_depend_on_the_batch(samples_per_unit):
+    torch.manual_seed(0)
+    vocoder, predictor = UnitVocoder(5, samples_per_unit=samples_per_unit, width=32), DurationPredictor(5, 16)
+    runs = [torch.randint(5, (n,)) for n in (7, 30, 2)]
+    together = predictor.lengthen(runs)
+    for own, alone in zip(together, (predictor.lengthen([x])[0] for x in runs), strict=True):
+        assert torch.equal(own, alone)
+    for own, alone in zip(vocoder.speak(runs), (vocoder.speak([x])[0] for x in runs), strict=True):
+        assert len(own) == len(alone) > 0
+        torch.testing.assert_close(own, alone, atol=1e-5, rtol=1e-4)
+
+
 def small_discriminators() -> Discriminators:
     torch.manual_seed(0)
     return Discriminators(4, periods=(2, 3), scales=(1, 2)).double()
