@@ -55,7 +55,7 @@ class FederatedBatch(NamedTuple):
     label: Tensor
     domain: Tensor
     client: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment] # instead of tuple's method
     name: list[str]
     domain_names: list[str]
     clients: int
@@ -475,12 +475,12 @@ class FederatedImages(LightningDataModule):
         files = Files(paths, np.full(len(paths), -1), table.pixels.shape[-1], table.pixels.shape[1])
         return self._loader(_Evaluation(table, self.domains, self.clients, files))
 
-    def _loader(self, dataset: Dataset) -> Loader:
+    def _loader(self, dataset: "_Evaluation") -> Loader:
         order = GlobalBatches(len(dataset), self.eval_batch_size, shuffle=False, drop_last=False, **ranks(self))
         return Loader(dataset, order)
 
 
-class _Rounds(Dataset):
+class _Rounds(Dataset[FederatedRound]):
     def __init__(self, data: FederatedImages) -> None:
         self.data = data
 
@@ -491,7 +491,7 @@ class _Rounds(Dataset):
         return self.data.round(draw.epoch)
 
 
-class _Evaluation(Dataset):
+class _Evaluation(Dataset[FederatedBatch]):
     """The images of a table in their order, or files in the table's normalisation."""
 
     def __init__(

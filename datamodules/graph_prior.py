@@ -556,7 +556,7 @@ def _generator(seed: int, index: int) -> Generator:
     return Generator(Philox(key=np.array([seed, index], dtype=np.uint64)))
 
 
-class _Graphs(Dataset):
+class _Graphs(Dataset[list[GraphTask]]):
     def __init__(self, sample: Callable[[int], GraphTask], per_epoch: int, new_in_every_epoch: bool) -> None:
         self.sample = sample
         self.per_epoch = per_epoch
@@ -648,7 +648,7 @@ class GraphPrior(LightningDataModule):
                 self._real[name] = data.nodes._replace(context=data.parts["train"], query=data.parts["val"])
         return self._real
 
-    def statistics(self, count: int) -> tuple[dict[str, NDArray], dict[str, dict[str, float]]]:
+    def statistics(self, count: int) -> tuple[dict[str, NDArray[Any]], dict[str, dict[str, float]]]:
         """Statistics of the first `count` synthetic graphs that have edges, and of the real ones.
 
         Returns:

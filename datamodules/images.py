@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class Images(NamedTuple):
 
     image: Tensor
     label: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment] # instead of tuple's method
     name: list[str]
 
 
@@ -99,7 +99,7 @@ class Files(NamedTuple):
         return self.paths[item]
 
 
-class Split(Dataset):
+class Split(Dataset[Images]):
     """Some items of a store, normalised and perhaps augmented; `__getitems__` makes a whole batch at once."""
 
     def __init__(
@@ -347,7 +347,7 @@ def stratified(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarr
     return np.sort(kept), np.sort(off)
 
 
-def _digits() -> dict:
+def _digits() -> dict[str, Any]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -361,13 +361,13 @@ def _digits() -> dict:
     }
 
 
-def _npz(path: Path) -> dict:
+def _npz(path: Path) -> dict[str, Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {k: file[k] for k in file.files}
     except Exception as error:  # numpy raises many kinds for a broken file
         raise ValueError(f"{path} cannot be read as .npz: {' '.join(str(error).split())}") from None
-    stores: dict = {}
+    stores: dict[str, Any] = {}
     for split in ("train", "val", "test"):
         if split == "val" and "val_images" not in arrays:
             continue
@@ -408,14 +408,14 @@ def _image_paths(folder: Path) -> list[str]:
     return paths
 
 
-def _folder(folder: Path, size: int, channels: int) -> dict:
+def _folder(folder: Path, size: int, channels: int) -> dict[str, Any]:
     for split in ("train", "test"):
         if not (folder / split).is_dir():
             raise FileNotFoundError(f"{folder} has no folder {split}/: needed are train/<class>/ and test/<class>/")
     classes = sorted(p.name for p in (folder / "train").iterdir() if p.is_dir())
     if not classes:
         raise ValueError(f"{folder / 'train'} has no folders: needed is one for each class, with its images")
-    stores: dict = {"classes": classes}
+    stores: dict[str, Any] = {"classes": classes}
     for split in ("train", "val", "test"):
         if split == "val" and not (folder / split).is_dir():
             continue
@@ -459,7 +459,7 @@ def download(source: str, data_dir: Path) -> Path:
                 parts = {s: dataset(data_dir, download=False, **how[s]) for s in how}
             except (RuntimeError, OSError):
                 parts = {s: dataset(work, download=True, **how[s]) for s in how}
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for (split, part), size in zip(parts.items(), sizes, strict=True):
             if len(part) != size:
                 raise ValueError(f"{class_name} has {len(part)} {split} images instead of {size}")

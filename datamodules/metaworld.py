@@ -202,6 +202,7 @@ class Rays:
         Raises:
             ValueError: If there is none.
         """
+        assert self.box is not None  # given wherever a cloud is wanted
         points, _ = self.cast()
         inside = points[((points > self.box[0]) & (points < self.box[1])).all(1)]
         if not len(inside):
@@ -374,9 +375,9 @@ def demonstrate(
     simulator = _simulator(task, spec)
     simulator.reset(seed)
     layout = simulator.layout
-    observations: list = []
-    actions: list = []
-    solved: list = []
+    observations: list[dict[str, np.ndarray]] = []
+    actions: list[np.ndarray] = []
+    solved: list[bool] = []
     while len(actions) < max_steps:
         observations.append(simulator.observe())
         actions.append(simulator.expert())
@@ -454,7 +455,9 @@ def collect(
             attempts += missing
             jobs = [executor.submit(demonstrate, task, spec, s, max_steps, tail) for s in seeds]
             done += [episode for job in jobs if (episode := job.result()) is not None]
-    arrays = {name: np.concatenate([e.observation[name] for e in done]) for name in done[0].observation} | {
+    arrays: dict[str, Any] = {
+        name: np.concatenate([e.observation[name] for e in done]) for name in done[0].observation
+    } | {
         "action": np.concatenate([e.action for e in done]),
         "length": np.array([len(e.action) for e in done]),
         "layout": np.stack([e.layout for e in done]),

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -59,10 +59,10 @@ class Table:
         node: n names.
     """
 
-    columns: dict[str, NDArray]
-    dense: NDArray
+    columns: dict[str, NDArray[Any]]
+    dense: NDArray[Any]
     edges: NDArray[np.int64]
-    target: NDArray
+    target: NDArray[Any]
     masks: dict[str, NDArray[np.bool_]]
     node: list[str]
 
@@ -70,7 +70,7 @@ class Table:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _typed(values: list[Any]) -> NDArray:
+def _typed(values: list[Any]) -> NDArray[Any]:
     """Numbers if every value that is there is one, else strings."""
     missing = [
         v is None or (isinstance(v, float) and math.isnan(v)) or str(v).strip().lower() in MISSING for v in values
@@ -276,7 +276,7 @@ def clean_edges(edges: NDArray[np.int64], n: int) -> tuple[NDArray[np.int64], st
     return np.concatenate([pairs, pairs[::-1]], axis=1), f"{said}, {len(key)} undirected edges left"
 
 
-def kind_of(values: NDArray) -> Kind:
+def kind_of(values: NDArray[Any]) -> Kind:
     """How a column is read: strings are categories, numbers within [0, 1] fractions, other numbers numeric."""
     if values.dtype == object:
         return "categorical"
@@ -285,12 +285,12 @@ def kind_of(values: NDArray) -> Kind:
     return "fraction" if inside else "numeric"
 
 
-def _present(values: NDArray) -> NDArray[np.bool_]:
+def _present(values: NDArray[Any]) -> NDArray[np.bool_]:
     """Which values of a column are there, and finite."""
     return np.array([v is not None for v in values]) if values.dtype == object else np.isfinite(values)
 
 
-def _most_frequent(column: NDArray) -> NDArray:
+def _most_frequent(column: NDArray[Any]) -> NDArray[Any]:
     """Fill NaN with the most frequent value."""
     missing = np.isnan(column)
     if missing.any():
@@ -299,7 +299,7 @@ def _most_frequent(column: NDArray) -> NDArray:
     return column
 
 
-def prepare_column(values: NDArray, kind: Kind, one_hot: bool, seed: int) -> NDArray:
+def prepare_column(values: NDArray[Any], kind: Kind, one_hot: bool, seed: int) -> NDArray[Any]:
     """Bring a column to the scale that the network expects, without looking at labels.
 
     Numeric columns are mapped to a normal distribution by their quantiles, fractions to a uniform one, categories to
@@ -338,7 +338,7 @@ def prepare_column(values: NDArray, kind: Kind, one_hot: bool, seed: int) -> NDA
     return _most_frequent(column)[:, None]
 
 
-def structure_columns(edges: NDArray[np.int64], n: int, eigenvectors: int) -> NDArray:
+def structure_columns(edges: NDArray[np.int64], n: int, eigenvectors: int) -> NDArray[Any]:
     """Log-degree, log-PageRank and eigenvectors of the normalised Laplacian with the smallest non-zero eigenvalues.
 
     Args:
@@ -368,7 +368,7 @@ def structure_columns(edges: NDArray[np.int64], n: int, eigenvectors: int) -> ND
     return np.stack(columns, axis=1)
 
 
-def principal_components(x: NDArray, k: int, seed: int) -> NDArray:
+def principal_components(x: NDArray[Any], k: int, seed: int) -> NDArray[Any]:
     """Project (n, f) to its first `k` principal components, each with deviation 1."""
     from sklearn.decomposition import PCA
 
@@ -377,7 +377,7 @@ def principal_components(x: NDArray, k: int, seed: int) -> NDArray:
     return z / np.maximum(z.std(0), 1e-9)
 
 
-class _Repeated(Dataset):
+class _Repeated(Dataset[Nodes]):
     """The same graph in every step."""
 
     def __init__(self, nodes: Nodes) -> None:
@@ -503,7 +503,7 @@ class NodeClassification(LightningDataModule):
         for line in self.said:
             rank_zero_info(line)
 
-    def _labels(self, table: Table) -> tuple[NDArray, list[str]]:
+    def _labels(self, table: Table) -> tuple[NDArray[Any], list[str]]:
         """Codes and class names, or values and no names."""
         target = table.target
         strings = target.dtype == object
@@ -535,7 +535,9 @@ class NodeClassification(LightningDataModule):
         self.said.append(f"target: {len(names)} classes, {counts}{more}; {int((~known).sum())} nodes unlabelled")
         return y.astype(np.int64), names
 
-    def _split(self, table: Table, y: NDArray, known: NDArray, classification: bool) -> dict[str, NDArray]:
+    def _split(
+        self, table: Table, y: NDArray[Any], known: NDArray[Any], classification: bool
+    ) -> dict[str, NDArray[Any]]:
         if self.split == "given" and not {"train", "val", "test"} <= table.masks.keys():
             raise ValueError(f"{self.source} brings no split: use split random")
         if self.split != "random" and table.masks and table.masks["train"].any():
@@ -559,7 +561,7 @@ class NodeClassification(LightningDataModule):
         self.said.append(f"split: random with seed {self.seed}, {counts}")
         return parts
 
-    def _features(self, table: Table, edges: NDArray, train: NDArray) -> NDArray:
+    def _features(self, table: Table, edges: NDArray[Any], train: NDArray[Any]) -> NDArray[Any]:
         kinds: dict[str, Any] = {name: kind_of(values) for name, values in table.columns.items()}
         unknown = set(self.columns) - set(kinds)
         if unknown:
@@ -641,7 +643,7 @@ class NodeClassification(LightningDataModule):
         """The graph, `steps_per_epoch` times; the training nodes are the context."""
         return self._loader(self.parts["train"], torch.zeros_like(self.parts["train"]), self.steps_per_epoch)
 
-    def val_dataloader(self) -> Loader | list:
+    def val_dataloader(self) -> Loader | list[Nodes]:
         """The graph; training nodes are the context, validation nodes the query. Nothing without validation nodes."""
         return self._loader(self.parts["train"], self.parts["val"], 1) if self.parts["val"].any() else []
 

@@ -118,7 +118,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset[Any],
         batches: GlobalBatches,
         *,
         num_workers: int = 0,
@@ -131,7 +131,7 @@ class Loader:
         self.position = 0  # batches of this epoch that were handed out
         self._loader = DataLoader(
             dataset,
-            batch_sampler=batches,
+            batch_sampler=batches,  # type: ignore[arg-type] # a Draw instead of a list of numbers
             num_workers=num_workers,
             pin_memory=pin_memory,
             collate_fn=collate,
@@ -187,7 +187,7 @@ def counter_uniform(seed: int, epoch: int, items: np.ndarray, n: int) -> Tensor:
     return torch.from_numpy((numbers >> np.uint64(40)).astype(np.float32) * np.float32(2**-24))
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def _mix(z: np.uint64 | np.ndarray) -> Any:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

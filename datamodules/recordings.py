@@ -110,7 +110,9 @@ def join(episodes: list[_Episode], path: Path) -> Recordings:
     )
 
 
-def _quantities(arrays: Mapping[str, Any], keys: Keys, state: str, action: str, where: str) -> tuple[dict, np.ndarray]:
+def _quantities(
+    arrays: Mapping[str, Any], keys: Keys, state: str, action: str, where: str
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Pick observation and action from array-likes; `state` and `action` are the format's own names."""
 
     def wanted(name: str) -> np.ndarray:
@@ -175,7 +177,7 @@ def _zarr(path: Path, keys: Keys) -> list[_Episode]:
 
     store = zarr.storage.ZipStore(path, mode="r") if path.is_file() else str(path)
     try:
-        root = zarr.open_group(store, mode="r")
+        root: Any = zarr.open_group(store, mode="r")
         ends = np.asarray(root["meta/episode_ends"][:])
     except (KeyError, OSError, ValueError) as error:
         raise ValueError(f"{path} is not laid out as diffusion-policy's zarr files: {error}") from None
@@ -229,12 +231,12 @@ def _lerobot(path: Path, keys: Keys) -> list[_Episode]:
     return _cut(observation, action, np.cumsum(counts))
 
 
-def _column(values: list) -> np.ndarray:
+def _column(values: list[Any]) -> np.ndarray:
     """Numbers, or pictures as PNG or JPEG bytes."""
     return np.stack([_decode(v) for v in values]) if isinstance(values[0], dict) else np.asarray(values)
 
 
-def _decode(picture: dict) -> np.ndarray:
+def _decode(picture: dict[str, Any]) -> np.ndarray:
     import io
 
     from PIL import Image

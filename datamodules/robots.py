@@ -31,7 +31,7 @@ class Windows(NamedTuple):
     observation: dict[str, Tensor]
     action: Tensor
     valid: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment] # instead of tuple's method
 
 
 def window_starts(length: np.ndarray, horizon: int, before: int, after: int) -> tuple[np.ndarray, np.ndarray]:
@@ -54,7 +54,7 @@ def window_starts(length: np.ndarray, horizon: int, before: int, after: int) -> 
     return start, episode
 
 
-class WindowSet(Dataset):
+class WindowSet(Dataset[Windows]):
     """The windows of some episodes; `__getitems__` makes a whole batch at once.
 
     Args:

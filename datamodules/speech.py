@@ -54,7 +54,7 @@ class Utterances(NamedTuple):
     speaker: list[str]
     unseen: Tensor
     number: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment] # instead of tuple's method
     name: list[str]
 
 
@@ -133,7 +133,7 @@ def read_folder(path: Path) -> list[Row]:
     splits = {"train": "train", "validation": "val", "val": "val", "test": "test"}
     rows = []
     for folder, split in [(path, ""), *((path / name, s) for name, s in splits.items())]:
-        records: list[dict] = []
+        records: list[dict[str, Any]] = []
         if (folder / "metadata.jsonl").is_file():
             text = (folder / "metadata.jsonl").read_text(encoding="utf-8")
             records = [json.loads(line) for line in text.splitlines() if line.strip()]
@@ -312,7 +312,7 @@ def make_speech(recipe: MadeSpeech, data_dir: Path, sample_rate: int) -> Path:
                     text = " ".join(rng.choice(recipe.vocabulary, count))
                     requests.append((text, voice, int(rng.integers(150, 201)), int(rng.integers(35, 66))))
         native, spoken = speak_in_new_process(requests)
-        rows: list[dict] = []
+        rows: list[dict[str, Any]] = []
         for voice, group in groupby(zip(requests, spoken, strict=True), key=lambda pair: pair[0][1]):
             start, parts = 0, []
             for (text, *_), samples in group:
@@ -398,7 +398,7 @@ class LengthBuckets(GlobalBatches):
             yield Draw(self.epoch, batch[self.rank :: self.world_size])
 
 
-class Split(Dataset):
+class Split(Dataset[Utterances]):
     """The utterances of one split; `__getitems__` makes a whole batch."""
 
     def __init__(
@@ -571,6 +571,7 @@ class SpeechText(LightningDataModule):
         self, split: tuple[list[Row], np.ndarray], single: np.ndarray, count: int
     ) -> tuple[list[Row], np.ndarray]:
         """A split in which utterances stand in place of the rows marked in `single`."""
+        assert self.join is not None
         rows, seconds = split
         length = {rows[i]: seconds[i] for i in np.flatnonzero(single)}
         utterances = join_takes(list(length), count, self.join)

@@ -10,7 +10,7 @@ import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Clips(NamedTuple):
     tokens: Tensor
     caption: list[str]
     action: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment] # instead of tuple's method
 
     @property
     def observation(self) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ def clip_starts(length: np.ndarray, span: int, every: int) -> tuple[np.ndarray, 
     return start, episode
 
 
-class ClipSet(Dataset):
+class ClipSet(Dataset[Clips]):
     """Clips of some episodes; `__getitems__` makes a whole batch at once.
 
     Args:
@@ -219,7 +219,8 @@ def read_video(path: Path, size: int) -> np.ndarray:
             "reading videos needs imageio: pip install 'fulgurite[robots]' (for MP4 also: pip install av)"
         ) from None
     try:
-        frames = torch.from_numpy(np.asarray(imageio.imread(path, index=None if path.suffix == ".gif" else ...)))
+        which: Any = None if path.suffix == ".gif" else ...
+        frames = torch.from_numpy(np.asarray(imageio.imread(path, index=which)))
     except Exception as error:  # every plug-in raises its own kinds
         raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     if frames.ndim == 5:
@@ -422,8 +423,8 @@ class ExpertVideos(LightningDataModule):
             read = {split: self._metaworld(split) for split in _PURPOSE}
             sources = {split: (e, np.arange(len(e.length))) for split, e in read.items()}
         else:
-            episodes, chosen = self._folder()
-            sources = {split: (episodes, chosen[split]) for split in _PURPOSE}
+            every_video, parts = self._folder()
+            sources = {split: (every_video, parts[split]) for split in _PURPOSE}
         first = 0
         for split, (episodes, chosen) in sources.items():
             _check_lengths(episodes, (self.frames - 1) * self.stride + 1)
