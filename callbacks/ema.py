@@ -146,8 +146,8 @@ def _whole(x: Tensor) -> Tensor:
 
 def _like(whole: Tensor, parameter: Tensor) -> Tensor:
     """The part of a whole tensor that this rank holds of `parameter`."""
-    if not hasattr(parameter, "device_mesh"):
-        return whole.to(parameter.device)
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
+    if not isinstance(parameter, DTensor):
+        return whole.to(parameter.device)
     return distribute_tensor(whole.to(parameter.device), parameter.device_mesh, parameter.placements)

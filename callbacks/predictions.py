@@ -1,6 +1,7 @@
 """What `predict` writes."""
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class PredictionWriter(Callback):
 
     @staticmethod
     def _write(path: Path, rows: dict[str, Any], names: dict[str, list[str]]) -> None:
-        order = range(len(next(iter(rows.values()))))
+        order: Sequence[int] = range(len(next(iter(rows.values()))))
         if "index" in rows:
             order = torch.argsort(rows.pop("index"), stable=True).tolist()
         header, columns = [], []

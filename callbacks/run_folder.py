@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 CONFIG = "config.yaml"
 
@@ -81,7 +81,8 @@ class MetricsCsv(CSVLogger):
     @property
     def experiment(self) -> Any:
         """The writer of the rows, made on first use on rank 0."""
-        if self._experiment is None and rank_zero_only.rank == 0:  # of all nodes: no other rank makes a folder
+        # of all nodes: no other rank makes a folder
+        if self._experiment is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             self._experiment = _Rows(self.log_dir)
         return super().experiment
 

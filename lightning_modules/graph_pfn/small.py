@@ -215,7 +215,7 @@ class Surroundings(nn.Module):
 class BatchedGraphAttention(GraphAttention):
     """`GraphAttention` on padded graphs: a mask per graph, or edges of their disjoint union."""
 
-    def forward(self, x: Tensor, graph: Tensor | Neighbours) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, graph: Tensor | Neighbours) -> Tensor:
         """Aggregate over neighbours.
 
         Args:

@@ -1,0 +1,12 @@
+from .compile import Compile as Compile
+from .ema import EMA as EMA
+from .expert_load import ExpertLoad as ExpertLoad
+from .federated_pictures import FederatedPictures as FederatedPictures
+from .graph_evaluation import GraphEvaluation as GraphEvaluation
+from .predictions import PredictionWriter as PredictionWriter
+from .rollouts import Rollouts as Rollouts
+from .run_folder import MetricsCsv as MetricsCsv
+from .run_folder import RunFolder as RunFolder
+from .speech_samples import SpeechSamples as SpeechSamples
+from .spiking_report import SpikingReport as SpikingReport
+from .video_grid import VideoGrid as VideoGrid
