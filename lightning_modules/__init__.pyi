@@ -1,0 +1,10 @@
+from .ann_snn import AnnSnn as AnnSnn
+from .ann_snn import ImageClassifier as ImageClassifier
+from .dyn_vpp import DynVPP as DynVPP
+from .dyn_vpp import LatentVideoAutoencoder as LatentVideoAutoencoder
+from .dyn_vpp import VideoDiffusion as VideoDiffusion
+from .dyn_vpp import VideoPolicy as VideoPolicy
+from .fedhpro import FedHPro as FedHPro
+from .focal_policy import FocalPolicy as FocalPolicy
+from .graph_pfn import GraphPFN as GraphPFN
+from .most import MoST as MoST
