@@ -7,7 +7,8 @@
 
 A source is whatever `FederatedImages` takes. For every row the learning rate of the clients is chosen from `--lrs` by
 the accuracy on validation images (mean of the last five rounds, seed 100); while the best is at an end of those
-tried, the next one beyond (by a factor of two) is tried as well. Then `--seeds` are run with it. The budget
+tried, the next one beyond (by a factor of two) is tried as well. `--tuned_on` takes over what was chosen in another
+setting. Then `--seeds` are run with it. The budget
 (rounds, epochs, batch, network) is one for all. The figure of merit is the test accuracy, mean of the last five
 rounds; with several domains the mean over domains. Each run is one JSON file below
 `benchmarks/results/fedhpro/<setting>`, written the moment it exists; runs that exist are passed over, so the script
@@ -123,7 +124,7 @@ def one_run(options: argparse.Namespace, row: str, lr: float, seed: int) -> dict
     except ValueError as error:  # a learning rate at which a client diverges is a result, too
         result["diverged"] = str(error)
     result |= {"val": curve.val, "test": curve.test, "cpu_seconds": time.process_time() - start}
-    result["budget"] = {k: getattr(options, k) for k in ("rounds", "epochs", "batch_size", "lrs", "sources")}
+    result["budget"] = {k: getattr(options, k) for k in ("rounds", "epochs", "batch_size", "lrs", "tuned_on", "sources")}
     # files by their names: where they lie on this machine means nothing elsewhere
     result["budget"]["sources"] = [Path(source).name for source in options.sources]
     command = " ".join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv)
@@ -160,6 +161,9 @@ def run_row(options: argparse.Namespace, row: str) -> None:
     folder = RESULTS / (options.name or options.setting)
     tried: dict[float, dict[str, Any]] = {}
     ahead = list(options.lrs)
+    if options.tuned_on:
+        runs = [json.loads(p.read_text()) for p in (RESULTS / options.tuned_on).glob(f"{row}-lr*-tuning.json")]
+        best, ahead = max(runs, key=val_score)["lr"], []
     while ahead:
         for lr in ahead:
             path = folder / f"{row}-lr{lr:g}-tuning.json"
@@ -231,6 +235,7 @@ def main() -> None:
     running.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     running.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     running.add_argument("--lrs", nargs="+", type=float, default=[0.1, 0.2])
+    running.add_argument("--tuned_on", help="folder of a setting whose chosen learning rates are taken over")
     running.add_argument("--rounds", type=int, default=25)
     running.add_argument("--epochs", type=int, default=2)
     running.add_argument("--batch_size", type=int, default=16)

@@ -151,7 +151,8 @@ class MoST(LightningModule):
         optimizer: OptimizerCallable | None = None,
         warmup_steps: int = 1000,
         init_from: str | None = None,
-        architecture: dict[str, Any] | None = None,
+        # a plain dict: of a dict[str, Any] the command line would read the strings, a tokenizer's too, as YAML
+        architecture: dict | None = None,  # type: ignore[type-arg]
     ) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["init_from", "optimizer"])

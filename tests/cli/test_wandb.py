@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import run
+from tests.small import smaller
 
 
 def records(folder: Path) -> list:
@@ -28,6 +31,11 @@ def records(folder: Path) -> list:
     return found
 
 
+def rows(content: list) -> list[dict[str, str]]:
+    """What was logged, step by step: values as JSON."""
+    return [{i.key or "/".join(i.nested_key): i.value_json for i in r.history.item} for r in content if r.history.item]
+
+
 def test_offline_run_holds_metrics_config_and_pictures(tmp_path):
     import wandb
 
@@ -37,9 +45,7 @@ def test_offline_run_holds_metrics_config_and_pictures(tmp_path):
     wandb.finish()
     wandb.teardown()  # its service writes the file when it stops
     content = records(folder)
-    history = [
-        {i.key or "/".join(i.nested_key): i.value_json for i in r.history.item} for r in content if r.history.item
-    ]
+    history = rows(content)
     logged = set().union(*history)
     assert {"train/loss", "train/task", "train/global_kl", "train/local", "val/accuracy"} <= logged
     config = {u.key for r in content for u in (*r.config.update, *r.run.config.update)}
@@ -65,3 +71,31 @@ def test_a_resumed_fit_and_a_test_go_on_in_the_same_run(tmp_path):
     ids = [p.name.split("-")[3] for p in folder.glob("wandb/offline-run-*")]
     assert len(ids) == 3
     assert len(set(ids)) == 1
+
+
+SHOWN = {  # a config of every other method: its pictures, films and sounds
+    "fedhpro/digits": {"clients", "features"},
+    "graph_pfn/prior_tiny": {"in_context", "prior_statistics"},
+    "focal_policy/metaworld": {"val_reach-v3_chunks", "val_reach-v3_rollout"},
+    "most/spoken_digits": {"expert_load", "samples"},
+    "dyn_vpp/metaworld_base": {"videos_val"},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", SHOWN)
+def test_every_method_shows_its_work(config, tmp_path):
+    import wandb
+
+    args = ["-c", str(smaller(config, tmp_path)), "-c", "logger/wandb_offline", "-c", "trainer/smoke"]
+    folder = run(["fit", *args, "--trainer.accelerator", "cpu"], tmp_path / "runs")
+    wandb.finish()
+    wandb.teardown()
+    history = rows(records(folder))
+    logged = set().union(*history)
+    assert {"train/loss", "trainer/global_step"} <= logged
+    assert any(name.startswith("val/") for name in logged)
+    shown = {name.removesuffix("/_type") for name in logged if name.endswith("/_type")}
+    assert SHOWN[config] <= shown
+    drawn = {path.stem for path in (folder / "plots").glob("*.png")}
+    assert drawn <= shown, "each picture of the run folder is in W&B as well"
