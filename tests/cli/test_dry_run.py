@@ -107,7 +107,6 @@ def paper_speech():
     rows = [{"audio": "silence.wav", "text": "one", "split": ("train", "val", "test")[i % 3]} for i in range(30)]
     Path("text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--model.tokenizer", "[one, two]", "--model.encoder", "log_mel", "--model.tasks", "{text: 1.0}"]
-    words += ["--model.vocoder_width", "0"]
     data = ["--data.source", "text.jsonl", "--data.more", "null", "--data.batch_size", "4"]
     return ["most/paper_stage1", "--model.language_model", json.dumps(LITE), *words, *data]
 
