@@ -58,6 +58,8 @@ def features_figure(z: Tensor, labels: Tensor, anchors: Tensor | None, classes: 
         axes.scatter(
             stars[:, 0], stars[:, 1], c=numbers, cmap="turbo", vmin=0, vmax=1, s=140, marker="*", edgecolors="k"
         )
+        for number, star in enumerate(stars.tolist()):
+            axes.annotate(str(number), star, xytext=(8, 4), textcoords="offset points")
     axes.set(xlabel="first component", ylabel="second component", title="features (dots), hyper-prototypes (stars)")
     return figure
 
