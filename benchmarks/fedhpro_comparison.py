@@ -124,7 +124,8 @@ def one_run(options: argparse.Namespace, row: str, lr: float, seed: int) -> dict
     except ValueError as error:  # a learning rate at which a client diverges is a result, too
         result["diverged"] = str(error)
     result |= {"val": curve.val, "test": curve.test, "cpu_seconds": time.process_time() - start}
-    result["budget"] = {k: getattr(options, k) for k in ("rounds", "epochs", "batch_size", "lrs", "tuned_on", "sources")}
+    budget = ("rounds", "epochs", "batch_size", "lrs", "tuned_on", "sources")
+    result["budget"] = {k: getattr(options, k) for k in budget}
     # files by their names: where they lie on this machine means nothing elsewhere
     result["budget"]["sources"] = [Path(source).name for source in options.sources]
     command = " ".join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv)

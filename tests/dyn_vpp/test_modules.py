@@ -18,8 +18,8 @@ from callbacks.video_grid import VideoGrid
 from configs import find
 from datamodules.videos import ExpertVideos
 from lightning_modules import DynVPP, LatentVideoAutoencoder, VideoDiffusion
+from lightning_modules.distributed import log_means
 from lightning_modules.dyn_vpp.diffusion import read_model
-from lightning_modules.dyn_vpp.logged import log_means
 from lightning_modules.dyn_vpp.networks import SVD_AUTOENCODER, SVD_UNET
 from lightning_modules.dyn_vpp.video_model import VideoModel, located
 from tests.dyn_vpp.toys import AUTOENCODER, DATA, UNET, write_folder
