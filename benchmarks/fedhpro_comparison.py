@@ -172,7 +172,10 @@ def run_row(options: argparse.Namespace, row: str) -> None:
         best = max(tried, key=lambda lr: val_score(tried[lr]))
         ahead = [best / 2] * (best == min(tried)) + [best * 2] * (best == max(tried))
     for seed in options.seeds:
-        stored(folder / f"{row}-seed{seed}.json", lambda seed=seed: one_run(options, row, best, seed))
+        path = folder / f"{row}-seed{seed}.json"
+        if path.exists() and json.loads(path.read_text())["lr"] != best:
+            path.unlink()  # from before the rates were chosen anew
+        stored(path, lambda seed=seed: one_run(options, row, best, seed))
 
 
 def run(options: argparse.Namespace) -> None:
