@@ -57,6 +57,7 @@ class SpikingReport(Callback):
         self.networks: dict[str, nn.Module] = {}
         self.sums: dict[str, Tensor] = {}  # summed over images, to be reduced over ranks
         self.terms: dict[str, Tensor] = {}  # HSIC of global batches, the same on every rank
+        self.counted: dict[str, bool] = {}  # whether a layer's operations are accumulates
 
     # ------------------------------------------------------------------------------------------ measuring
 
@@ -114,6 +115,9 @@ class SpikingReport(Callback):
         self._sum("rates", torch.tensor(list(energy.firing_rates.values())) * len(label))
         self.layers = list(energy.firing_rates)
         self._sum("energy", torch.tensor([energy.ann, energy.snn]) * len(label))
+        counts = [[layer.macs, layer.operations] for layer in energy.layers.values()]
+        self._sum("operations", torch.tensor(counts) * len(label))
+        self.counted = {name: layer.accumulates for name, layer in energy.layers.items()}
         if hasattr(trainer.datamodule, "add_noise") and hasattr(batch, "index"):
             for i, sigma in enumerate(self.noise):
                 noisy = trainer.datamodule.add_noise(batch, sigma)
@@ -132,6 +136,8 @@ class SpikingReport(Callback):
         ann = accuracy.pop(ANN)[0]
         rates = dict(zip(self.layers, (sums["rates"] / n).tolist(), strict=True))
         energy_ann, energy_snn = (sums["energy"] / n).tolist()
+        per_layer = zip(self.counted.items(), (sums["operations"] / n).tolist(), strict=True)
+        synops = {name: {"macs": m, "synops": o, "accumulates": ac} for (name, ac), (m, o) in per_layer}
         noise = [(v / n).tolist() for k, v in sums.items() if k.startswith("noise/")]
         cka = {k: [float(cka_from_hsic(t)) for t in v] for k, v in self.terms.items()}
         assert module.student is not None
@@ -145,6 +151,7 @@ class SpikingReport(Callback):
             "blocks": list(module.student.monitored),
             "cka": {"before" if k == "start" else "after": v for k, v in cka.items()},
             "firing_rate": rates,
+            "operations": synops,
             "energy_nj": {"ann": energy_ann, "closed_loop": energy_snn, "at": max(module.time_steps)},
             "noise": {"sigma": self.noise, "ann": [x[0] for x in noise], "closed_loop": [x[1] for x in noise]},
         }

@@ -95,7 +95,7 @@ class ImageClassifier(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """`index`, `name`, `class` and `probability` `[b, k]`."""
-        return prediction(batch, self(batch.image))
+        return prediction(self, batch, self(batch.image))
 
     def configure_optimizers(self) -> Any:
         """SGD and a cosine, unless others are given."""
@@ -110,12 +110,16 @@ class ImageClassifier(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)]
 
 
-def prediction(batch: Any, logits: Tensor) -> dict[str, Any]:
-    """One row per image for `callbacks.PredictionWriter`."""
+def prediction(module: Any, batch: Any, logits: Tensor) -> dict[str, Any]:
+    """One row per image for `callbacks.PredictionWriter`; classes have the names that the data module gives them."""
     probability = logits.float().softmax(1)
+    names = getattr(module.trainer.datamodule, "classes", [])
+    if len(names) != probability.shape[1]:
+        names = [str(i) for i in range(probability.shape[1])]
+    module.prediction_columns = {"probability": [f"probability_{name}" for name in names]}
     return {
         "index": batch.index,
         "name": batch.name,
-        "class": probability.argmax(1),
+        "class": [names[i] for i in probability.argmax(1).tolist()],
         "probability": probability,
     }

@@ -85,10 +85,12 @@ def prepare(ann: nn.Module) -> fx.GraphModule:
     for name, module in list(ann.named_modules()):
         if name and isinstance(module, nn.BatchNorm2d) and hasattr(module, "act"):  # timm's BatchNormAct2d
             ann.set_submodule(name, nn.Sequential(_plain_batchnorm(module), module.get_submodule("act")))
-    _refuse_leaves(ann)
+    problems = _unknown_leaves(ann)
     try:
         network = fx.symbolic_trace(ann)
     except Exception as error:
+        if problems:
+            raise _refusal(problems) from error
         raise ValueError(
             f"{type(ann).__name__} cannot be converted: its forward cannot be traced by torch.fx ({error}); "
             "write it without branches on tensor values"
@@ -96,8 +98,10 @@ def prepare(ann: nn.Module) -> fx.GraphModule:
     _modules_from_calls(network)
     _remove_dropout(network)
     _own_relu_per_call(network)
-    _fold_batchnorm(network)
-    _refuse_operations(network)
+    problems += _fold_batchnorm(network)
+    problems += _unknown_operations(network)
+    if problems:
+        raise _refusal(list(dict.fromkeys(problems)))
     network.graph.eliminate_dead_code()
     network.delete_all_unused_submodules()
     network.recompile()
@@ -120,7 +124,7 @@ def _reason(module: object) -> str:
     return known or "no rate-coded form is known; ReLU, ReLU6, convolutions, Linear, BatchNorm and poolings have one"
 
 
-def _refuse_leaves(ann: nn.Module) -> None:
+def _unknown_leaves(ann: nn.Module) -> list[str]:
     """Modules of torch.nn that cannot be converted; found before tracing, which might already fail on them."""
     problems = []
     for name, module in ann.named_modules():
@@ -132,11 +136,10 @@ def _refuse_leaves(ann: nn.Module) -> None:
             problems.append(f"{name}: {type(module).__name__} with return_indices=True")
         if isinstance(module, _BATCHNORMS) and module.running_mean is None:
             problems.append(f"{name}: {type(module).__name__} without running statistics, which cannot be folded")
-    if problems:
-        raise _refusal(problems)
+    return problems
 
 
-def _refuse_operations(network: fx.GraphModule) -> None:
+def _unknown_operations(network: fx.GraphModule) -> list[str]:
     """Functions and methods in the traced graph that lose their meaning with a leading time axis."""
     problems = []
     spiking = _behind_relus(network)
@@ -157,8 +160,7 @@ def _refuse_operations(network: fx.GraphModule) -> None:
         problems.append("the network itself: it has no ReLU, so there is nothing that could spike")
     if len([n for n in network.graph.nodes if n.op == "placeholder" and not n.args]) != 1:
         problems.append("the network itself: it has more than one input")
-    if problems:
-        raise _refusal(problems)
+    return problems
 
 
 def _behind_relus(network: fx.GraphModule) -> set[fx.Node]:
@@ -241,15 +243,16 @@ def _split(name: str) -> tuple[str, str]:
     return parent, leaf
 
 
-def _fold_batchnorm(network: fx.GraphModule) -> None:
+def _fold_batchnorm(network: fx.GraphModule) -> list[str]:
     """Linear + BatchNorm1d becomes one Linear; a 2d BatchNorm without its own convolution a depthwise one.
 
-    Convolution + BatchNorm is left to spikingjelly's recipe.
+    Convolution + BatchNorm is left to spikingjelly's recipe. Returns what cannot be folded.
     """
+    problems = []
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     for node in list(network.graph.nodes):
         norm = network.get_submodule(node.target) if node.op == "call_module" else None
-        if not isinstance(norm, _BATCHNORMS):
+        if not isinstance(norm, _BATCHNORMS) or norm.running_mean is None:  # without: known from before tracing
             continue
         before = node.args[0]
         producer = network.get_submodule(before.target) if before.op == "call_module" else None
@@ -259,7 +262,7 @@ def _fold_batchnorm(network: fx.GraphModule) -> None:
             node.replace_all_uses_with(before)
             network.graph.erase_node(node)
         elif isinstance(norm, nn.BatchNorm2d) and not (isinstance(producer, convolutions) and own):
-            assert norm.running_mean is not None and norm.running_var is not None
+            assert norm.running_var is not None
             affine = nn.Conv2d(norm.num_features, norm.num_features, 1, groups=norm.num_features)
             scale = (norm.weight if norm.affine else 1) * (norm.running_var + norm.eps).rsqrt()
             shift = (norm.bias if norm.affine else 0) - norm.running_mean * scale
@@ -268,7 +271,8 @@ def _fold_batchnorm(network: fx.GraphModule) -> None:
             affine.bias.data.copy_(shift)
             network.set_submodule(node.target, affine.to(norm.running_var))
         elif not isinstance(producer, convolutions):
-            raise _refusal([f"{node.target}: {type(norm).__name__}, no convolution or Linear in front to fold it into"])
+            problems.append(f"{node.target}: {type(norm).__name__}, no convolution or Linear in front to fold it into")
+    return problems
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -347,7 +347,7 @@ class AnnSnn(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """`index`, `name`, `class` and `probability` `[b, k]` at the largest T of training."""
-        return prediction(batch, self(batch.image))
+        return prediction(self, batch, self(batch.image))
 
     # --------------------------------------------------------------------------------------------- reuse
 

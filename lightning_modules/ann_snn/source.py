@@ -32,7 +32,7 @@ def build(class_path: str, init_args: dict[str, Any] | None = None) -> nn.Module
         raise ValueError(f"network {class_path!r} is no nn.Module and no model function of torchvision or timm")
     try:
         return made(**init_args or {})
-    except TypeError as error:
+    except (TypeError, RuntimeError, KeyError) as error:  # timm says RuntimeError to a model that it does not know
         raise ValueError(f"network {class_path}: {error}") from None
 
 
@@ -64,7 +64,14 @@ def load_weights(network: nn.Module, weights: str) -> None:
     elif "_Weights." in weights:
         from torchvision.models import get_weight
 
-        state = get_weight(weights).get_state_dict(progress=True, check_hash=True)
+        try:
+            state = get_weight(weights).get_state_dict(progress=True, check_hash=True)
+        except (KeyError, AttributeError):
+            raise ValueError(f"torchvision has no weights {weights!r}: see torchvision.models.list_models()") from None
+        except OSError as error:
+            raise FileNotFoundError(
+                f"torchvision's weights {weights} could not be downloaded ({error}): put a state dict's file in weights"
+            ) from None
     else:
         shipped = ", ".join(p.stem for p in SHIPPED.glob("*.safetensors"))
         raise FileNotFoundError(

@@ -358,6 +358,9 @@ def test_refusal_lists_every_module_with_its_reason():
     lines = str(error.value).splitlines()
     assert [line.split(":")[0].strip() for line in lines[1:]] == ["stem.1", "norm", "gate"]
     assert "LayerNorm, normalises with statistics" in lines[2]
+    with pytest.raises(ValueError) as error:
+        prepare(nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3), nn.ReLU(), nn.BatchNorm1d(3), nn.GELU()))
+    assert sorted(line.split(":")[0].strip() for line in str(error.value).splitlines()[1:]) == ["1", "3", "4"]
 
 
 @pytest.mark.parametrize(

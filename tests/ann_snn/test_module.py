@@ -188,6 +188,27 @@ def test_weights_of_a_lightning_checkpoint_and_a_state_dict(tmp_path):
         load_weights(build("lightning_modules.ann_snn.networks.CifarResNet"), "digits")
 
 
+def test_networks_and_weights_of_torchvision(monkeypatch):
+    from torchvision.models import ResNet18_Weights
+
+    network = build("torchvision.models.resnet18", {"num_classes": 1000})
+    state = {k: torch.full_like(v, 0.5) for k, v in network.state_dict().items()}
+    monkeypatch.setattr(ResNet18_Weights, "get_state_dict", lambda self, **options: state)
+    load_weights(network, "ResNet18_Weights.IMAGENET1K_V1")
+    assert all((v == 0.5).all() for k, v in network.state_dict().items() if v.is_floating_point())
+    with pytest.raises(ValueError, match=r"no weights 'ResNet18_Weights.NOPE'"):
+        load_weights(network, "ResNet18_Weights.NOPE")
+
+    def offline(self, **options):
+        raise OSError("no route")
+
+    monkeypatch.setattr(ResNet18_Weights, "get_state_dict", offline)
+    with pytest.raises(FileNotFoundError, match=r"ResNet18_Weights.IMAGENET1K_V1 could not be downloaded"):
+        load_weights(network, "ResNet18_Weights.IMAGENET1K_V1")
+    with pytest.raises(ValueError, match="nope"):
+        build("torchvision.models.get_model", {"name": "nope"})
+
+
 def test_names_are_lazy():
     assert set(lightning_modules.__all__) <= set(dir(lightning_modules))
     for package in (lightning_modules, datamodules, callbacks):

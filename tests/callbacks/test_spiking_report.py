@@ -68,6 +68,11 @@ def test_every_figure(tmp_path):
     assert found["firing_rate"] == pytest.approx(energy.firing_rates, rel=1e-4)
     assert found["energy_nj"] == pytest.approx({"ann": energy.ann, "closed_loop": energy.snn, "at": 4}, rel=1e-4)
 
+    for name, layer in energy.layers.items():
+        expected = {"macs": layer.macs, "synops": layer.operations, "accumulates": layer.accumulates}
+        assert found["operations"][name] == pytest.approx(expected, rel=1e-4)
+    assert found["operations"].keys() == energy.layers.keys()
+
     noisy = torch.cat([data.add_noise(batch, 0.3) for batch in batches])
     assert found["noise"]["sigma"] == [0.0, 0.3]
     assert found["noise"]["ann"] == pytest.approx([ann, right(module.teacher(noisy))])

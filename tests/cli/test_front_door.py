@@ -121,6 +121,31 @@ def test_predict_labels_a_folder_of_images(tmp_path):
     assert all(0 <= int(row["class"]) < 10 for row in rows)
 
 
+def test_a_network_of_the_folder_one_stands_in(tmp_path):
+    """The console command finds it, and classes have the names of their folders."""
+    from torchvision.io import write_png
+
+    Path("my_network.py").write_text(
+        "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(nn.Flatten(), nn.Linear(192, 2), nn.ReLU())\n"
+    )
+    for i, place in enumerate(["train/cat", "train/dog", "test/cat", "test/dog"] * 5):
+        Path("pets", place).mkdir(parents=True, exist_ok=True)
+        write_png(torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8), f"pets/{place}/{i}.png")
+    console = Path(sys.executable).with_name("fulgurite")
+    fit = [console, "fit", "-c", "ann_snn/digits_source", "-c", "trainer/smoke", "--model.network", "my_network.Net"]
+    fit += ["--model.network_args", "{}", "--data.source", "pets", "--data.image_size", "8", "--data.batch_size", "2"]
+    done = subprocess.run(fit, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    folder = newest_run(Path("runs"))
+    config, last = str(folder / "config.yaml"), str(folder / "checkpoints" / "last.ckpt")
+    cli.main(["predict", "-c", config, "--ckpt_path", last, "--trainer.enable_progress_bar", "false"])
+    with (folder / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {"probability_cat", "probability_dog"} < rows[0].keys()
+    assert {row["class"] for row in rows} <= {"cat", "dog"}
+
+
 def test_a_run_needs_its_source_no_more(tmp_path):
     from safetensors.torch import load_file, save_file
 
