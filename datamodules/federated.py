@@ -1,5 +1,6 @@
 """Images spread over clients: label skew, quantity skew, domain skew and long tails; all data held as tensors."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -169,17 +171,20 @@ class FederatedImages(LightningDataModule):
         sources: one or more image sets; each is a domain. `digits` (1,797 scans of 8x8, in scikit-learn), a set that
             torchvision downloads (`cifar10`, `cifar100`, `fashion_mnist`, `mnist`, `usps`, `svhn`), an `.npz` file in
             the layout of MedMNIST (`train_images`, `train_labels`, `test_images`, `test_labels`; `val_` arrays are
-            added to the training images), or a folder `<class>/*.jpg`. Several sources must have the same classes.
+            added to the training images), or a folder `<class>/*.jpg`. Several sources must have the same classes,
+            unless `class_names` are given.
+        class_names: the federation's classes, in the order of their numbers. A source's classes are then found by
+            name (those of an `.npz` file are named by their numbers), and it may lack some.
         data_dir: where downloads are kept.
         clients: number of clients, K.
         partition: `dirichlet` (each class is split by Dir(alpha)), `dirichlet_balanced` (the same with clients of
             equal size, the released partitioner), `shards` (pieces of the label-sorted data), `quantity` (client
             sizes by Dir(alpha)), `domain` (each client sees one source), or `even`.
-        alpha: concentration of the Dirichlet distribution; small is more skewed.
-        classes_per_client: pieces per client, with `shards`.
+        alpha: concentration of the Dirichlet distribution, above 0; small is more skewed.
+        classes_per_client: pieces per client, at least 1, with `shards`.
         clients_per_domain: clients of each source, with `domain`; by default as even as can be.
-        long_tail: imbalance factor rho: class c keeps `n / C * (1 / rho) ** (c / (C - 1))` training images; none
-            keeps all. The validation and test images stay balanced.
+        long_tail: imbalance factor rho, at least 1: class c keeps `n / C * (1 / rho) ** (c / (C - 1))` training images;
+            none keeps all. The validation and test images stay balanced.
         participation: share of the clients that take part in a round, in (0, 1].
         allow_empty: let clients without images be; they take no part. Otherwise they are an error.
         images_per_client: use at most so many images of each client.
@@ -229,6 +234,7 @@ class FederatedImages(LightningDataModule):
         std: list[float] | None = None,
         seed: int = 0,
         predict_folder: str | None = None,
+        class_names: list[str] | None = None,
     ) -> None:
         super().__init__()
         if unknown := set(augment or ()) - {"crop", "flip", "autoaugment"}:
@@ -238,13 +244,18 @@ class FederatedImages(LightningDataModule):
                 raise ValueError(f"{name} {fraction} is outside (0, 1)")
         if clients < 1:
             raise ValueError(f"clients is {clients}: a federation needs at least one")
+        optional = {"images_per_client": images_per_client, "train_size": train_size, "test_size": test_size}
+        optional |= {"image_size": image_size, "eval_batch_size": eval_batch_size}
+        for name, number in optional.items():
+            if number is not None and number < 1:
+                raise ValueError(f"{name} is {number}: give at least 1, or leave it out")
+        if channels not in (None, 1, 3):
+            raise ValueError(f"channels is {channels}: give 1 or 3, or leave it out")
         if not 0 < participation <= 1 or round(participation * clients) == 0:
             raise ValueError(
                 f"participation {participation} of {clients} clients selects nobody: "
                 f"choose between {1 / clients:.3g} and 1"
             )
-        if long_tail is not None and long_tail < 1:
-            raise ValueError(f"long_tail {long_tail} is below 1, which means no tail")
         self.sources, self.data_dir = list(sources or ["digits"]), Path(data_dir)
         for source in self.sources:
             if source != "digits" and source not in DOWNLOADS and not Path(source).exists():
@@ -257,6 +268,7 @@ class FederatedImages(LightningDataModule):
         self.val_fraction, self.test_fraction, self.eval_batch_size = val_fraction, test_fraction, eval_batch_size
         self.augment, self.image_size, self.channels = tuple(augment or ()), image_size, channels
         self.mean, self.std, self.seed, self.predict_folder = mean, std, seed, predict_folder
+        self.class_names = class_names
         self.classes: list[str] = []
         if len(set(self.sources)) < len(self.sources):
             raise ValueError(f"sources {', '.join(self.sources)} name the same images twice")
@@ -284,13 +296,21 @@ class FederatedImages(LightningDataModule):
         classes: list[str] = []
         for number, source in enumerate(self.sources):
             train, test, names = self._read(source)
+            if self.class_names is not None:
+                train, test = _renumber([train, test], names, self.class_names, source)
+                names = self.class_names
             if classes and names != classes:
                 raise ValueError(
                     f"{source} has the classes {', '.join(names)}, {self.sources[0]} has {', '.join(classes)}: "
-                    "the domains of a federation share their classes"
+                    "the domains of a federation share their classes, or give class_names"
                 )
             classes = names
             train = _draw(train, self.train_size, source, "train_size", [self.seed, 1, number])
+            if math.ceil(len(train[1]) * self.val_fraction) >= len(train[1]):
+                raise ValueError(
+                    f"val_fraction {self.val_fraction} leaves none of the {len(train[1])} training images of {source} "
+                    "for training: use more images, or lower val_fraction"
+                )
             kept, off = stratified(train[1], self.val_fraction, self.seed)
             splits["train"].append((train[0][kept], train[1][kept]))
             splits["val"].append((train[0][off], train[1][off]))
@@ -327,7 +347,7 @@ class FederatedImages(LightningDataModule):
         if self.image_size is None:
             raise ValueError(f"{folder} is a folder of images of any size: set image_size")
         names = sorted(p.name for p in folder.iterdir() if p.is_dir())
-        if len(names) < 2:
+        if len(names) < (2 if self.class_names is None else 1):
             raise ValueError(f"{folder} needs one folder of images per class, it has {len(names)}")
         paths = [_image_paths(folder / name) for name in names]
         labels = np.repeat(np.arange(len(names)), [len(p) for p in paths])
@@ -393,7 +413,9 @@ class FederatedImages(LightningDataModule):
                 f"{empty[0]}): raise alpha, use fewer clients, another seed, or allow_empty"
             )
         held = np.bincount(self.table.labels.numpy()[np.concatenate(parts)], minlength=num_classes)
-        if (missing := np.flatnonzero(held == 0)).size:
+        needed = np.bincount(self.table.labels.numpy(), minlength=num_classes) > 0
+        needed |= self.class_names is None  # with class_names, the sources need not have them all
+        if (missing := np.flatnonzero(needed & (held == 0))).size:
             raise ValueError(
                 f"class {missing[0]} is held by no client: raise images_per_client or train_size, or lower long_tail"
             )
@@ -441,11 +463,13 @@ class FederatedImages(LightningDataModule):
         return {"clients": self.clients, "classes": len(self.classes)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Compare.
+        """Compare, where a fit goes on; any federation may test a model.
 
         Raises:
             ValueError: the checkpoint belongs to another federation.
         """
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            return
         for name, now in self.state_dict().items():
             if state_dict[name] != now:
                 raise ValueError(
@@ -522,6 +546,19 @@ class _Evaluation(Dataset[FederatedBatch]):
             domain_names=self.domain_names,
             clients=self.clients,
         )
+
+
+def _renumber(
+    splits: list[tuple[Tensor, np.ndarray]], names: list[str], wanted: list[str], source: str
+) -> list[tuple[Tensor, np.ndarray]]:
+    """The same images, labels as positions in `wanted` instead of `names`."""
+    for c in np.unique(np.concatenate([labels for _, labels in splits])):
+        if names[c] not in wanted:
+            raise ValueError(
+                f"{source} has a class {names[c]!r}, the federation has {', '.join(wanted)}: rename it or leave it out"
+            )
+    number = np.array([wanted.index(name) if name in wanted else -1 for name in names])
+    return [(pixels, number[labels]) for pixels, labels in splits]
 
 
 def _draw(

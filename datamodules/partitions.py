@@ -16,8 +16,15 @@ def long_tail_counts(largest: float, num_classes: int, rho: float) -> list[int]:
     Args:
         largest: Samples of class 0; the released code takes the number of samples divided by C.
         num_classes: C, at least 2.
-        rho: Imbalance factor, at least 1: class 0 has rho times the samples of the last class.
+        rho: Imbalance factor, finite and at least 1: class 0 has rho times the samples of the last class.
+
+    Raises:
+        ValueError: Fewer than two classes, or rho below 1.
     """
+    if num_classes < 2:
+        raise ValueError(f"long_tail needs at least 2 classes, the data have {num_classes}: leave it out")
+    if not 1 <= rho < float("inf"):  # also not a number
+        raise ValueError(f"long_tail is {rho}: give at least 1, which means no tail, or leave it out")
     return [int(largest * (1.0 / rho) ** (c / (num_classes - 1.0))) for c in range(num_classes)]
 
 
@@ -31,8 +38,12 @@ def long_tail(labels: np.ndarray, rho: float, seed: int) -> np.ndarray:
         labels: `(n,)`, int.
         rho: See `long_tail_counts`.
         seed: Of the shuffles.
+
+    Raises:
+        ValueError: Fewer than two classes, or rho below 1.
     """
     num_classes = int(labels.max()) + 1
+    long_tail_counts(1, num_classes, rho)  # refuses what has no tail
     have = np.bincount(labels)
     share = (1.0 / rho) ** (np.arange(num_classes) / (num_classes - 1.0))
     largest = min(len(labels) / num_classes, (have / share).min())
@@ -45,6 +56,11 @@ def long_tail(labels: np.ndarray, rho: float, seed: int) -> np.ndarray:
     return np.concatenate(kept)
 
 
+def _check_alpha(alpha: float) -> None:
+    if not 0 < alpha <= 1e9:  # also not a number
+        raise ValueError(f"alpha is {alpha}: give a number above 0 and up to 1e9, or use partition even")
+
+
 def dirichlet(labels: np.ndarray, clients: int, alpha: float, seed: int) -> list[np.ndarray]:
     """Label skew: each class is split over the clients by one draw of Dir(alpha). Clients may be empty.
 
@@ -53,7 +69,11 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float, seed: int) -> list
         clients: Number of clients.
         alpha: Concentration above 0; small is more skewed.
         seed: Of the draws.
+
+    Raises:
+        ValueError: Alpha is not a number above 0.
     """
+    _check_alpha(alpha)
     random = np.random.default_rng(seed)
     parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
     for c in np.unique(labels):
@@ -84,8 +104,10 @@ def dirichlet_balanced(
             them.
 
     Raises:
-        ValueError: Fewer samples than clients, or no draw in 1,000 gives every client half the average.
+        ValueError: Alpha is not a number above 0, fewer samples than clients, or no draw in 1,000 gives every client
+            half the average.
     """
+    _check_alpha(alpha)
     if indices is None:
         indices = np.argsort(labels, kind="stable")
     if len(indices) < clients:
@@ -133,9 +155,14 @@ def shards(labels: np.ndarray, clients: int, classes_per_client: int, seed: int)
     Args:
         labels: `(n,)`, int.
         clients: Number of clients.
-        classes_per_client: Pieces a client; a piece may span two classes.
+        classes_per_client: Pieces a client, at least 1; a piece may span two classes.
         seed: Of the deal.
+
+    Raises:
+        ValueError: No pieces.
     """
+    if classes_per_client < 1:
+        raise ValueError(f"classes_per_client is {classes_per_client}: each client gets at least 1 piece")
     random = np.random.default_rng(seed)
     order = random.permutation(len(labels))
     pieces = np.array_split(order[np.argsort(labels[order], kind="stable")], clients * classes_per_client)
@@ -151,7 +178,11 @@ def quantity(size: int, clients: int, alpha: float, seed: int) -> list[np.ndarra
         clients: Number of clients.
         alpha: Concentration above 0; small is more skewed.
         seed: Of the draw.
+
+    Raises:
+        ValueError: Alpha is not a number above 0.
     """
+    _check_alpha(alpha)
     random = np.random.default_rng(seed)
     order = random.permutation(size)
     cuts = (np.cumsum(random.dirichlet(np.full(clients, alpha)))[:-1] * size).astype(int)

@@ -4,16 +4,19 @@ A client does one local round with `clients.train_client`; the server averages w
 runs the strategy's server step. Both read the model and, on a client, the data from one of our YAML configs, whose
 path is `config` in Flower's run config. A message holds
 
-* to the client: `arrays` (floating entries of the global state dict), `shared` (the strategy's tensors), `config`;
+* to the client: `arrays` (floating entries of the global state dict), `shared` (the strategy's tensors), `config`
+  (`server-round`, and `classes`, the names of the federation's classes);
 * back: `arrays` (the trained ones), `sent` (what the strategy's clients send), `metrics` (`num-examples`, `client`,
   `loss`, `accuracy`).
 
 A site with data of its own names them in Flower's node config: `sources="my.npz"`, and `client` with a number of its
-own; without it, it takes part number `partition-id` of the config's partition, as Flower's simulation does.
+own. Its classes are found by name among the federation's, which the server sends; it may lack some. Without `sources`,
+a site takes part number `partition-id` of the config's partition, as Flower's simulation does.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,13 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
+from datamodules.federated import Client, FederatedImages
 from lightning_modules.fedhpro.averaging import flatten, step_towards, weighted_average
-from lightning_modules.fedhpro.clients import Client, train_client
+from lightning_modules.fedhpro.clients import train_client
 from lightning_modules.fedhpro.module import FedHPro
 from lightning_modules.fedhpro.strategies import head_of
+
+OWN_SOURCES = 'sources="my.npz" client=3'
 
 
 def floating(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -38,7 +44,7 @@ def floating(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
 
 
-def read_config(path: str) -> tuple[FedHPro, Any]:
+def read_config(path: str) -> tuple[FedHPro, FederatedImages]:
     """The model, built, and the data module of one of our configs.
 
     Args:
@@ -60,18 +66,27 @@ class FlowerStrategy(FedAvg):
 
     Args:
         model: holds the global model, the strategy and its state; built.
+        classes: names of the federation's classes, in the order of their numbers, for sites with data of their own.
         options: of Flower's `FedAvg`.
+
+    Raises:
+        ValueError: the model has another number of classes.
     """
 
-    def __init__(self, model: FedHPro, **options: Any) -> None:
+    def __init__(self, model: FedHPro, classes: Sequence[str], **options: Any) -> None:
         super().__init__(**{"fraction_evaluate": 0.0, **options})
-        self.model = model
+        if len(classes) != model.hparams["num_classes"]:
+            raise ValueError(
+                f"the data have {len(classes)} classes, num_classes is {model.hparams['num_classes']}: set it"
+            )
+        self.model, self.classes = model, list(classes)
         self.optimizer = model.configure_optimizers()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Add the strategy's tensors to every message."""
+        """Add the strategy's tensors and the names of the classes to every message."""
+        config["classes"] = self.classes
         messages = list(super().configure_train(server_round, arrays, config, grid))
         strategy = self.model.strategy
         shared = ArrayRecord({name: getattr(strategy, name).detach().cpu() for name in strategy.shared})
@@ -148,15 +163,48 @@ server_app = ServerApp()
 @client_app.train()
 def _train(message: Message, context: Context) -> Message:
     model, data = read_config(str(context.run_config["config"]))
-    number = int(context.node_config.get("partition-id", 0))
-    if "sources" in context.node_config:  # this site's own images, all of them for training but the validation share
-        data.sources, data.clients, data.partition, number = [str(context.node_config["sources"])], 1, "even", 0
-    data.prepare_data()
-    data.setup("fit")
-    client = data.client(number)
-    if "client" in context.node_config:
-        object.__setattr__(client, "id", int(context.node_config["client"]))
-    return train(message, context, model, client)
+    site = context.node_config
+    if "sources" in site:
+        client = own_client(data, str(site["sources"]), list(message.content["config"]["classes"]))
+        if "client" not in site:
+            raise ValueError(f"a site with its own sources needs a number of its own: --node-config '{OWN_SOURCES}'")
+    else:
+        data.prepare_data()
+        data.setup("fit")
+        client = data.client(int(site.get("partition-id", 0)))
+    return train(message, context, model, replace(client, id=int(site.get("client", client.id))))
+
+
+def own_client(data: FederatedImages, source: str, classes: list[str]) -> Client:
+    """The client of a site with its own images, number 0.
+
+    Args:
+        data: from the federation's config: its image size, channels, normalisation and augmentation are used. All
+            images train but its shares for validation and (of a folder) for testing.
+        source: a source of `FederatedImages`.
+        classes: the federation's.
+
+    Raises:
+        ValueError: the source has a class that the federation lacks.
+    """
+    site = FederatedImages(
+        sources=[source],
+        data_dir=str(data.data_dir),
+        class_names=classes,
+        clients=1,
+        partition="even",
+        val_fraction=data.val_fraction,
+        test_fraction=data.test_fraction,
+        augment=list(data.augment),
+        image_size=data.image_size,
+        channels=data.channels,
+        mean=data.mean,
+        std=data.std,
+        seed=data.seed,
+    )
+    site.prepare_data()
+    site.setup("fit")
+    return site.client(0)
 
 
 @server_app.main()
@@ -166,7 +214,11 @@ def _serve(grid: Grid, context: Context) -> None:
     data.setup("fit")
     everyone = math.ceil(data.participation * data.clients)
     strategy = FlowerStrategy(
-        model, fraction_train=data.participation, min_train_nodes=everyone, min_available_nodes=data.clients
+        model,
+        data.classes,
+        fraction_train=data.participation,
+        min_train_nodes=everyone,
+        min_available_nodes=data.clients,
     )
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:

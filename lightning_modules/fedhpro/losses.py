@@ -92,6 +92,7 @@ def hpcl_loss(
     tau: float = 0.05,
     variant: Literal["paper", "code"] = "paper",
     reduction: Literal["mean", "none"] = "mean",
+    divide_again: bool | None = None,
 ) -> Tensor:
     """Hyper-prototype contrastive loss (Eq. 12).
 
@@ -107,6 +108,7 @@ def hpcl_loss(
         tau: Temperature, above 0.
         variant: Which formula.
         reduction: `"none"` returns the `(b,)` losses before any averaging.
+        divide_again: Divide the mean by the batch size once more; by default as in the variant.
 
     Returns:
         Scalar, or `(b,)`.
@@ -115,14 +117,13 @@ def hpcl_loss(
     if variant == "paper":
         others = 1 - F.one_hot(labels, logits.shape[1]).to(logits.dtype)
         losses = F.cross_entropy(logits + others * (margin / tau), labels, reduction="none")
-        scale = 1
     elif variant == "code":
         total = logits.logsumexp(1)  # log(e^total + m) without leaving the log scale
         losses = total + torch.log1p(margin * torch.exp(-total)) - logits.gather(1, labels[:, None]).squeeze(1)
-        scale = len(labels)
     else:
         raise ValueError(f"HPCL variant is 'paper' or 'code', not {variant!r}")
-    return losses if reduction == "none" else losses.mean() / scale
+    again = variant == "code" if divide_again is None else divide_again
+    return losses if reduction == "none" else losses.mean() / (len(labels) if again else 1)
 
 
 def hpal_loss(features: Tensor, labels: Tensor, hyper_prototypes: Tensor, normalize: bool = False) -> Tensor:

@@ -491,7 +491,8 @@ class HyperPrototypes(FedAvg):
         tau: Temperature of the contrast.
         contrastive_weight: Of HPCL.
         alignment_weight: Of HPAL.
-        contrastive_form: `"paper"` or `"code"` form of HPCL.
+        contrastive_form: Where HPCL has the margin: in the exponent (`"paper"`) or the denominator (`"code"`).
+        contrastive_divide: Divide HPCL by the batch size once more; paper no, code yes.
         margin: `"distance"` (paper), `"inner"` (the released code's, when switched on), or `"none"` (code).
         margin_normalize: Margins between prototypes of length 1.
         alignment_normalize: HPAL between vectors of length 1; paper no, code yes.
@@ -519,6 +520,7 @@ class HyperPrototypes(FedAvg):
         contrastive_weight: float = 1.0,
         alignment_weight: float = 1.0,
         contrastive_form: Literal["paper", "code"] | None = None,
+        contrastive_divide: bool | None = None,
         margin: Literal["distance", "inner", "none"] | None = None,
         margin_normalize: bool = False,
         alignment_normalize: bool | None = None,
@@ -535,6 +537,7 @@ class HyperPrototypes(FedAvg):
         self.distance: Distance = distance or ("coord" if code else "cos")
         self.tau, self.contrastive_weight, self.alignment_weight = tau, contrastive_weight, alignment_weight
         self.contrastive_form = contrastive_form or variant
+        self.contrastive_divide = code if contrastive_divide is None else contrastive_divide
         self.margin = margin or ("none" if code else "distance")
         self.margin_normalize = margin_normalize
         self.alignment_normalize = code if alignment_normalize is None else alignment_normalize
@@ -592,7 +595,8 @@ class HyperPrototypes(FedAvg):
     ) -> Tensor | float:
         """`contrastive_weight * HPCL + alignment_weight * HPAL` (both 1 in the sources)."""
         anchors = self.hyper_prototypes
-        contrast = hpcl_loss(z, labels, anchors, state["margin"], self.tau, self.contrastive_form)
+        form, divide = self.contrastive_form, self.contrastive_divide
+        contrast = hpcl_loss(z, labels, anchors, state["margin"], self.tau, form, divide_again=divide)
         alignment = hpal_loss(z, labels, anchors, self.alignment_normalize)
         return self.contrastive_weight * contrast + self.alignment_weight * alignment
 

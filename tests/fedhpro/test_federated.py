@@ -127,7 +127,16 @@ def test_folder_of_images_and_prediction(tmp_path):
         ({"participation": 0.0}, "selects nobody"),
         ({"participation": 1.5}, "selects nobody: choose between 0.25 and 1"),
         ({"val_fraction": 0.0}, "val_fraction"),
-        ({"long_tail": 0.5}, "below 1"),
+        ({"long_tail": 0.5}, "long_tail is 0.5: give at least 1"),
+        ({"alpha": 0.0, "allow_empty": True}, "alpha is 0.0: give a number above 0"),
+        ({"alpha": float("nan"), "partition": "quantity", "allow_empty": True}, "alpha is nan"),
+        ({"partition": "shards", "classes_per_client": 0}, "classes_per_client is 0: .* at least 1"),
+        ({"train_size": 0}, "train_size is 0: give at least 1, or leave it out"),
+        ({"test_size": 0}, "test_size is 0"),
+        ({"images_per_client": 0}, "images_per_client is 0"),
+        ({"eval_batch_size": 0}, "eval_batch_size is 0"),
+        ({"channels": 2}, "channels is 2: give 1 or 3"),
+        ({"train_size": 1}, "val_fraction 0.1 leaves none of the 1 training images of digits"),
         ({"augment": ["rotate"]}, "rotate"),
         ({"clients": 500}, "180 images cannot be dealt to 500 clients"),
         ({"clients": 60, "alpha": 0.01}, "of 60 clients without images .*raise alpha"),
@@ -171,3 +180,34 @@ def test_resume_with_another_federation_is_refused():
     with pytest.raises(ValueError, match="4 clients, the data have 5"):
         ready(clients=5).load_state_dict(state)
     ready(seed=3).load_state_dict(state)
+
+
+def test_one_class_has_no_tail(tmp_path):
+    arrays = {f"{split}_images": np.zeros((20, 8, 8), dtype=np.uint8) for split in ("train", "test")}
+    arrays |= {f"{split}_labels": np.zeros(20, dtype=int) for split in ("train", "test")}
+    np.savez(tmp_path / "one.npz", **arrays)
+    options = {"sources": [str(tmp_path / "one.npz")], "train_size": None, "test_size": None, "partition": "even"}
+    with pytest.raises(ValueError, match="long_tail needs at least 2 classes, the data have 1: leave it out"):
+        ready(**options, long_tail=10)
+
+
+def test_classes_are_found_by_name(two_sets, tmp_path):
+    names = ["2", "fox", "0", "1"]
+    options = {"sources": two_sets[:1], "partition": "even", "train_size": None, "test_size": None}
+    plain, named = ready(**options), ready(**options, class_names=names)
+    assert named.classes == names and named.counts().shape == (4, 4)
+    held = []
+    for data in (plain, named):  # by image, as other numbers make other splits
+        pairs = [pair for t in data._splits.values() for pair in zip(t.pixels, t.labels, strict=True)]
+        held.append({pixels.numpy().tobytes(): data.classes[c] for pixels, c in pairs})
+    assert held[0] == held[1] and len(held[0]) == 120
+    with pytest.raises(ValueError, match=r"small\.npz has a class '1', the federation has 0, 2: rename it or leave it"):
+        ready(**options, class_names=["0", "2"])
+    lacking = ready(
+        sources=["digits", two_sets[0]],
+        partition="even",
+        train_size=None,
+        test_size=None,
+        class_names=[str(c) for c in range(10)],
+    )
+    assert lacking.table.labels[lacking.table.domains == 1].max() == 2

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -9,7 +10,6 @@ import yaml
 from tests.fedhpro import toys
 
 pytest.importorskip("flwr", reason="extra `flower` is not installed")
-pytestmark = pytest.mark.long
 
 CONFIG = {
     "seed_everything": 0,
@@ -58,6 +58,7 @@ def in_a_task(monkeypatch):
         monkeypatch.setattr(task, name, 1)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_a_task")
 @pytest.mark.parametrize("strategy", ["HyperPrototypes", "Moon", "FPL"])
 def test_two_rounds_equal_the_simulation(strategy, tmp_path):
@@ -70,7 +71,7 @@ def test_two_rounds_equal_the_simulation(strategy, tmp_path):
     config.write_text(yaml.safe_dump(CONFIG))
     server, _ = read_config(str(config))
     start = server.network.state_dict()
-    flower = FlowerStrategy(server, min_available_nodes=4)
+    flower = FlowerStrategy(server, [str(c) for c in range(10)], min_available_nodes=4)
     result = flower.start(InProcess(config, 4), ArrayRecord(floating(start)), num_rounds=2)
 
     model, data = read_config(str(config))
@@ -81,3 +82,77 @@ def test_two_rounds_equal_the_simulation(strategy, tmp_path):
     arrays = result.arrays.to_torch_state_dict()
     assert all(torch.equal(arrays[k], v) for k, v in server.network.state_dict().items())
     assert 0 <= accuracy(server, data.val_dataloader()) <= 1
+
+
+def ask(folder, classes, node):
+    """What a site with this node config answers to the first message of a federation with these classes."""
+    from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+
+    from lightning_modules.fedhpro.flower import client_app, floating, read_config
+
+    model = CONFIG["model"]["init_args"]
+    small = {**model, "strategy": "HyperPrototypes", "num_classes": len(classes)}
+    small["network_args"] = {**model["network_args"], "in_channels": 3}
+    data = {"clients": 4, "image_size": 8, "channels": 3, "train_size": 1200, "alpha": 0.1}  # more than a site has
+    content = {
+        "model": {"class_path": "lightning_modules.FedHPro", "init_args": small},
+        "data": {"class_path": "datamodules.FederatedImages", "init_args": data},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    server, _ = read_config(str(path))
+    records = {
+        "arrays": ArrayRecord(floating(server.network.state_dict())),
+        "shared": ArrayRecord({"hyper_prototypes": server.strategy.hyper_prototypes}),
+        "config": ConfigRecord({"server-round": 1, "classes": classes}),
+    }
+    message = Message(RecordDict(records), dst_node_id=1, message_type="train")
+    return client_app(message, Context(1, 1, node, RecordDict(), {"config": str(path)})).content
+
+
+def pictures(folder, names):
+    from torchvision.io import write_png
+
+    for number, name in enumerate(names):
+        (folder / name).mkdir(parents=True)
+        for i in range(10):
+            write_png(torch.full((3, 9, 9), 50 * number + i, dtype=torch.uint8), str(folder / name / f"{i}.png"))
+    return str(folder)
+
+
+@pytest.mark.usefixtures("in_a_task")
+@pytest.mark.parametrize("held", [["cat", "dog"], ["horse", "cat"], ["dog"]])
+def test_a_site_finds_its_classes_by_name(held, tmp_path):
+    classes = ["horse", "dog", "cat", "ant"]
+    answer = ask(tmp_path, classes, {"sources": pictures(tmp_path / "mine", held), "client": 7})
+    holders = answer["sent"].to_torch_state_dict()["holders"]
+    assert [name for name, here in zip(classes, holders, strict=True) if here] == [c for c in classes if c in held]
+    assert answer["metrics"]["client"] == 7
+    assert answer["metrics"]["num-examples"] == round(
+        len(held) * 10 * 0.8 * 0.9 - 0.5
+    )  # a fifth tests, a tenth validates
+
+
+@pytest.mark.usefixtures("in_a_task")
+def test_an_npz_site_may_lack_a_middle_class(tmp_path):
+    images, labels = np.zeros((20, 8, 8), dtype=np.uint8), np.array([0, 2]).repeat(10)
+    np.savez(tmp_path / "my.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels)
+    answer = ask(tmp_path, ["0", "1", "2", "3"], {"sources": str(tmp_path / "my.npz"), "client": 0})
+    assert answer["sent"].to_torch_state_dict()["holders"].tolist() == [1, 0, 1, 0]
+    with pytest.raises(
+        ValueError, match=r"my\.npz has a class '2', the federation has 0, 1: rename it or leave it out"
+    ):
+        ask(tmp_path, ["0", "1"], {"sources": str(tmp_path / "my.npz"), "client": 0})
+
+
+@pytest.mark.usefixtures("in_a_task")
+def test_a_site_that_does_not_fit_is_refused(tmp_path):
+    from lightning_modules.fedhpro.flower import FlowerStrategy
+
+    mine = pictures(tmp_path / "mine", ["cat", "dgo"])
+    with pytest.raises(ValueError, match="mine has a class 'dgo', the federation has cat, dog: rename it or leave it"):
+        ask(tmp_path, ["cat", "dog"], {"sources": mine, "client": 0})
+    with pytest.raises(ValueError, match="needs a number of its own"):
+        ask(tmp_path, ["cat", "dgo"], {"sources": mine})
+    with pytest.raises(ValueError, match="the data have 3 classes, num_classes is 10"):
+        FlowerStrategy(toys.module(), ["a", "b", "c"])

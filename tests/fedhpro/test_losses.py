@@ -34,6 +34,8 @@ def test_contrast_equals_the_printed_formulas(seed, margin, tau):
     torch.testing.assert_close(hpcl_loss(z, labels, s, margin, tau), paper.mean())
     torch.testing.assert_close(hpcl_loss(z, labels, s, margin, tau, "code", reduction="none"), code)
     torch.testing.assert_close(hpcl_loss(z, labels, s, margin, tau, "code"), code.mean() / len(z))
+    torch.testing.assert_close(hpcl_loss(z, labels, s, margin, tau, divide_again=True), paper.mean() / len(z))
+    torch.testing.assert_close(hpcl_loss(z, labels, s, margin, tau, "code", divide_again=False), code.mean())
 
 
 def test_contrast_without_margin_is_cross_entropy():

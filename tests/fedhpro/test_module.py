@@ -1,10 +1,16 @@
 """The round loop: equalities, resumption, what is logged and refused."""
 
+import csv
+import inspect
 import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.strategies import FSDPStrategy
 
 from lightning_modules import FedHPro
 from lightning_modules.fedhpro.averaging import weighted_average
@@ -12,6 +18,9 @@ from lightning_modules.fedhpro.clients import features, train_client
 from lightning_modules.fedhpro.matching import class_gradients, match_hyper_prototypes
 from lightning_modules.fedhpro.strategies import FedAvg, head_of
 from tests.fedhpro import toys
+from tests.helpers import run
+
+BATCHNORM = {"network": "ResNet10", "network_args": {"in_channels": 1, "width": 4}}
 
 
 def fit(rounds=2, data=None, model=None, **options):
@@ -74,16 +83,77 @@ def test_clients_trained_together_equal_one_by_one(strategy, rounds):
 
 
 def test_what_cannot_be_trained_together_is_refused():
-    batchnorm = {"network": "ResNet10", "network_args": {"in_channels": 1, "width": 4}}
     for strategy, options, message in (
-        ("FedAvg", batchnorm, "clients with BatchNorm cannot be trained together"),
+        ("FedAvg", BATCHNORM, "clients with BatchNorm cannot be trained together"),
         ("FedProx", {}, "FedProx cannot train clients together"),
+        ("Moon", {}, "Moon cannot train clients together"),
+        ("FPL", {}, "FPL cannot train clients together"),
         ("AveragedPrototypes", {}, "AveragedPrototypes cannot train"),
     ):
         with pytest.raises(ValueError, match=message):
             toys.module(strategy, clients_together=2, **options)
     with pytest.raises(ValueError, match="clients_together is 0"):
         toys.module("FedAvg", clients_together=0)
+
+
+def under(strategy, **options):
+    """A trainer as far as `setup` looks at it: FSDP1 cannot be built without a GPU."""
+    return SimpleNamespace(strategy=strategy, **options)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "trainer", "message"),
+    [
+        ("FedAvg", {}, lambda: toys.trainer(1, strategy="ddp", sync_batchnorm=True), "sync_batchnorm would mix"),
+        ("FedAvg", {}, lambda: under(FSDPStrategy()), "does not run under FSDP1: use -c strategy/fsdp2"),
+    ],
+)
+def test_trainers_that_are_refused(strategy, options, trainer, message):
+    model = toys.module(strategy, **options)
+    model.trainer = trainer()
+    with pytest.raises(ValueError, match=message):
+        model.setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        ("FedAvg", BATCHNORM, "under FSDP2 .* BatchNorm does not: set norm to gn"),
+        ("FedProx", {}, "FedProx reads parameters .* use strategy/ddp, not FSDP2"),
+        ("Moon", {}, "Moon reads parameters .* use strategy/ddp"),
+        ("HeadRetraining", {}, "HeadRetraining reads parameters .* use strategy/ddp"),
+        ("HyperPrototypes", {"variant": "code"}, "HyperPrototypes reads parameters .* use strategy/ddp"),
+        ("FedAvg", {"clients_together": 2}, "under FSDP2 .* set clients_together to 1"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(strategy, options, message):
+    model = toys.module(strategy, build=False, **options)
+    model._device_mesh = object()  # what the strategy of a sharded run sets
+    with pytest.raises(ValueError, match=message):
+        model.configure_model()
+
+
+def test_variant_code_sets_what_the_card_lists():
+    card = Path(inspect.getfile(FedHPro)).with_name("README.md").read_text()
+    rows = [line for line in card.splitlines() if re.match(r"\| \d+ \|", line)]
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[4])}
+    expected = {  # paper, code
+        "distance": ("cos", "coord"),
+        "divide_again": (False, True),
+        "margin": ("distance", "none"),
+        "contrastive_form": ("paper", "code"),
+        "contrastive_divide": (False, True),
+        "alignment_normalize": (False, True),
+        "head_retraining": (False, True),
+        "matching_head": ("received", "new"),
+        "gradient_samples": (0, 100),
+    }
+    assert expected.keys() | {"lr"} <= listed
+    for number, variant in enumerate(("paper", "code")):
+        model = toys.module(variant=variant, lr=None)
+        assert {name: getattr(model.strategy, name) for name in expected} == {k: v[number] for k, v in expected.items()}
+        optimizer = model.training_plan.optimizer(model.network.parameters())
+        assert optimizer.param_groups[0]["lr"] == (0.01, 0.1)[number]
 
 
 def test_the_progress_bar_shows_round_and_clients(monkeypatch):
@@ -190,7 +260,7 @@ def test_held_out_accuracy_of_each_client():
 
 
 def test_batchnorm_statistics_are_averaged():
-    model = toys.module("FedAvg", network="ResNet10", network_args={"in_channels": 1, "width": 4})
+    model = toys.module("FedAvg", **BATCHNORM)
     fit(1, toys.data(train_size=100), model)
     assert model.network.bn1.running_mean.abs().sum() > 0
     assert not model.network.bn1.running_var.eq(1).any()
@@ -204,6 +274,7 @@ def test_learns_and_predicts(tmp_path):
     assert result["test/accuracy"] > 0.4
     batches = trainer.predict(model, toys.data())
     rows = batches[0]
+    assert rows["class"] == [str(c) for c in rows["label"].tolist()]
     assert rows["probability"].shape == (60, 10) and torch.equal(rows["label"], rows["probability"].argmax(1))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     loaded = FedHPro.load_from_checkpoint(tmp_path / "a.ckpt")
@@ -274,6 +345,32 @@ def test_refusals(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             toys.trainer(2).fit(model, data, ckpt_path=tmp_path / "a.ckpt")
+    toys.trainer(0).test(toys.module("FedAvg"), toys.data(clients=5), tmp_path / "a.ckpt", verbose=False)
+
+
+def test_predict_names_the_classes_of_a_folder_of_images(tmp_path):
+    from torchvision.io import write_png
+
+    for number, name in enumerate(("cat", "dog")):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for i in range(12):
+            pixels = torch.full((3, 10, 12), 20 + 200 * number + i, dtype=torch.uint8)
+            write_png(pixels, str(tmp_path / "pets" / name / f"{i}.png"))
+    small = [
+        *("--data.sources", f"[{tmp_path / 'pets'}]", "--data.clients", "2", "--data.partition", "even"),
+        *("--data.image_size", "8", "--data.augment", "null", "--data.val_fraction", "0.2"),
+        *("--model.network_args", "{in_channels: 3, width: 4, dim: 16}", "--model.num_classes", "2"),
+        *("--model.local_batch_size", "4", "--trainer.max_epochs", "6", "--trainer.accelerator", "cpu"),
+    ]
+    folder = run(["fit", "-c", "fedhpro/digits", *small], tmp_path / "runs")
+    images = ["--data.predict_folder", str(tmp_path / "pets")]
+    last = str(folder / "checkpoints" / "last.ckpt")
+    run(["predict", "-c", str(folder / "config.yaml"), "--ckpt_path", last, *images], tmp_path / "runs")
+    with (folder / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 24 and list(rows[0]) == ["name", "label", "class", "probability_cat", "probability_dog"]
+    assert all(row["class"] == ("cat", "dog")[int(row["label"])] for row in rows)
+    assert all(Path(row["name"]).parent.name == row["class"] for row in rows)  # dark and light
 
 
 def test_hyper_parameters_are_plain(tmp_path):

@@ -75,7 +75,45 @@ def test_long_tail_of_an_unbalanced_set_fits():
     assert np.bincount(labels[long_tail(labels, 4, 0)]).tolist() == [4, 2, 1]
 
 
+@given(alpha=st.floats(0, 1e9, exclude_min=True), clients=st.integers(1, 12), seed=st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_any_alpha_deals_every_index_once(alpha, clients, seed):
+    for parts in (dirichlet(LABELS, clients, alpha, seed), quantity(len(LABELS), clients, alpha, seed)):
+        assert len(parts) == clients
+        assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(LABELS)))
+
+
+@given(alpha=st.floats(max_value=0) | st.floats(min_value=1e9, exclude_min=True) | st.just(float("nan")))
+@settings(max_examples=20, deadline=None)
+def test_other_alphas_are_refused(alpha):
+    for deal in (
+        lambda: dirichlet(LABELS, 4, alpha, 0),
+        lambda: dirichlet_balanced(LABELS, 4, alpha, 0),
+        lambda: quantity(len(LABELS), 4, alpha, 0),
+    ):
+        with pytest.raises(ValueError, match="alpha is .*: give a number above 0"):
+            deal()
+
+
+@given(rho=st.floats(1, 1e6), classes=st.integers(2, 12), largest=st.floats(1, 1e5))
+@settings(max_examples=30, deadline=None)
+def test_a_tail_falls_by_rho(rho, classes, largest):
+    counts = long_tail_counts(largest, classes, rho)
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == int(largest) and abs(counts[-1] - largest / rho) <= 1
+
+
+@pytest.mark.parametrize("rho", [0.5, 0, -1, float("nan"), float("inf")])
+def test_other_tails_are_refused(rho):
+    with pytest.raises(ValueError, match="long_tail is .*: give at least 1"):
+        long_tail(LABELS, rho, 0)
+
+
 def test_impossible_partitions_say_so():
+    with pytest.raises(ValueError, match="long_tail needs at least 2 classes"):
+        long_tail(np.zeros(5, dtype=int), 10, 0)
+    with pytest.raises(ValueError, match="classes_per_client is 0"):
+        shards(LABELS, 4, 0, 0)
     with pytest.raises(ValueError, match="use fewer clients"):
         dirichlet_balanced(np.zeros(3, dtype=int), 4, 0.5, 0)
     with pytest.raises(ValueError, match="raise alpha"), warnings.catch_warnings():

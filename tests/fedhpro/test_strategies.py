@@ -207,8 +207,8 @@ def test_fedhpro_loss_and_what_is_sent(variant, network, clients):
 
 def test_every_difference_of_paper_and_code_is_an_argument():
     paper, code = made("HyperPrototypes"), made("HyperPrototypes", variant="code")
-    names = ("distance", "contrastive_form", "margin", "alignment_normalize", "gradient_samples", "divide_again")
-    names += ("matching_head", "head_retraining")
+    names = ("distance", "contrastive_form", "contrastive_divide", "margin", "alignment_normalize")
+    names += ("gradient_samples", "divide_again", "matching_head", "head_retraining")
     for name in names:
         assert getattr(paper, name) != getattr(code, name), name
         mixed = made("HyperPrototypes", variant="code", **{name: getattr(paper, name)})

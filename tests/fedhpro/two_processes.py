@@ -14,6 +14,8 @@ DDP = {
     "fpl": ("FPL", {}, {"clients": 5, "participation": 0.6}),
     "together": ("HyperPrototypes", {"clients_together": 2}, {"clients": 5, "partition": "even"}),
     "moon": ("Moon", {}, {"clients": 5, "participation": 0.6}),
+    "fedtgp": ("FedTGP", {}, {"clients": 3}),
+    "head re-training": ("HeadRetraining", {}, {"clients": 3}),
     "batchnorm": (
         "FedAvg",
         {"network": "ResNet10", "network_args": {"in_channels": 1, "width": 4}},
@@ -27,7 +29,8 @@ FSDP2 = {
         {"network": "ResNet10", "network_args": {"in_channels": 1, "width": 4, "norm": "gn"}, "local_batch_size": 8},
         {"clients": 2, "train_size": 60},
     ),
-    "sharded fpl": ("FedTGP", {"local_batch_size": 8}, {"clients": 3}),
+    "sharded fedtgp": ("FedTGP", {"local_batch_size": 8}, {"clients": 3}),
+    "sharded fpl": ("FPL", {"local_batch_size": 8}, {"clients": 3}),
 }
 
 
