@@ -12,11 +12,13 @@ setting. Then `--seeds` are run with it. The budget
 (rounds, epochs, batch, network) is one for all. The figure of merit is the test accuracy, mean of the last five
 rounds; with several domains the mean over domains. Each run is one JSON file below
 `benchmarks/results/fedhpro/<setting>`, written the moment it exists; runs that exist are passed over, so the script
-can be stopped and started again. `--jobs 2` runs two rows at a time.
+can be stopped and started again; one that was made with other options of the data is an error. `--jobs 2` runs two
+rows at a time.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -35,7 +37,7 @@ RESULTS = Path(__file__).parent / "results" / "fedhpro"
 TUNING_SEED = 100
 LAST = 5  # rounds that count
 ANCHORS = {"tau": 0.2, "margin_normalize": True}
-ROWS: dict[str, dict[str, Any]] = {  # name: strategy and its arguments
+ROWS: dict[str, dict[str, Any]] = {  # name: arguments of the strategy, which has that name unless STRATEGY says so
     "FedAvg": {},
     "FedProx": {"mu": 0.01},
     "Moon": {"mu": 1.0},
@@ -51,7 +53,10 @@ ROWS: dict[str, dict[str, Any]] = {  # name: strategy and its arguments
     "ContrastiveOnly": ANCHORS,
     "AlignmentOnly": ANCHORS,
     "HeadRetraining": ANCHORS,
+    "PaperAnchors": {"tau": 0.05, "margin_normalize": False},
 }
+STRATEGY = {"PaperAnchors": "HyperPrototypes"}
+MATCHING = ("hyper_prototype_move", "matching_loss_before", "matching_loss_after")
 DOMAINS = {"partition": "domain", "val_fraction": 0.2}
 CIFAR = {"train_size": 5000, "test_size": 2000, "clients": 10, "val_fraction": 0.2}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -68,17 +73,21 @@ BAR = -1.0  # the same of the other settings, without a condition on seeds
 
 
 class Curve(Callback):
-    """Validation accuracy of every round, test accuracy of the last five."""
+    """Validation accuracy and matching of every round, test accuracy of the last five."""
 
     def __init__(self) -> None:
         self.val: list[float] = []
         self.test: list[dict[str, float]] = []
+        self.matching: list[dict[str, float]] = []
 
     def on_validation_end(self, trainer: Trainer, pl_module: FedHPro) -> None:
         """Read what the module has just logged; test in the last rounds."""
         if trainer.sanity_checking:
             return
         logged = {k.removeprefix("val/"): float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+        matching = {name: float(trainer.callback_metrics.get(f"train/{name}", math.nan)) for name in MATCHING}
+        if not any(math.isnan(value) for value in matching.values()):
+            self.matching.append(matching)
         self.val.append(logged.get("accuracy_domain_mean", logged["accuracy"]))
         if trainer.current_epoch >= trainer.max_epochs - LAST:
             self.test.append(test(pl_module, trainer.datamodule))
@@ -98,10 +107,10 @@ def one_run(options: argparse.Namespace, row: str, lr: float, seed: int) -> dict
     """Train one row; the JSON of the run."""
     start = time.process_time()
     seed_everything(seed, verbose=False)
-    setting = SETTINGS[options.setting] | ({"clients": options.clients} if options.clients else {})
+    setting = data_options(options)
     data = FederatedImages(sources=options.sources, data_dir=options.data_dir, seed=seed, **setting)
     model = FedHPro(
-        row,
+        STRATEGY.get(row, row),
         ROWS[row],
         network="SmallCNN",
         network_args={"in_channels": 3 if options.setting.startswith(("office", "cifar")) else 1},
@@ -118,11 +127,13 @@ def one_run(options: argparse.Namespace, row: str, lr: float, seed: int) -> dict
         "enable_model_summary": False,
     }
     trainer = Trainer(max_epochs=options.rounds, callbacks=[curve], num_sanity_val_steps=0, **quiet)
-    result: dict[str, Any] = {"row": row, "setting": options.setting, "seed": seed, "lr": lr}
+    result: dict[str, Any] = {"row": row, "setting": options.setting, "data": setting, "seed": seed, "lr": lr}
     try:
         trainer.fit(model, data)
     except ValueError as error:  # a learning rate at which a client diverges is a result, too
         result["diverged"] = str(error)
+    if curve.matching:  # means over rounds
+        result["matching"] = {name: statistics.mean(each[name] for each in curve.matching) for name in MATCHING}
     result |= {"val": curve.val, "test": curve.test, "cpu_seconds": time.process_time() - start}
     budget = ("rounds", "epochs", "batch_size", "lrs", "tuned_on", "sources")
     result["budget"] = {k: getattr(options, k) for k in budget}
@@ -132,8 +143,17 @@ def one_run(options: argparse.Namespace, row: str, lr: float, seed: int) -> dict
     return result | {"command": command}
 
 
-def stored(path: Path, make: Any) -> dict[str, Any]:
-    """The JSON at `path`, made first if it is not there."""
+def data_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The setting's arguments of `FederatedImages`."""
+    return SETTINGS[options.setting] | ({"clients": options.clients} if options.clients else {})
+
+
+def stored(path: Path, make: Any, setting: dict[str, Any]) -> dict[str, Any]:
+    """The JSON at `path`, made first if it is not there.
+
+    Raises:
+        ValueError: it was made with other options of the data than `setting`. Those of old files are not known.
+    """
     if not path.exists():
         result = make()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +162,12 @@ def stored(path: Path, make: Any) -> dict[str, Any]:
         part.rename(path)
         scores = f"val {val_score(result):.4f} test {test_score(result):.4f}"
         print(f"{path.stem:40} {scores} {result['cpu_seconds']:.0f} CPU s", flush=True)
-    return json.loads(path.read_text())
+    result = json.loads(path.read_text())
+    if result.get("data", setting) != setting:
+        raise ValueError(
+            f"{path} was made with {result['data']}, the setting is now {setting}: move it away, or give another --name"
+        )
+    return result
 
 
 def val_score(result: dict[str, Any]) -> float:
@@ -159,7 +184,7 @@ def run_row(options: argparse.Namespace, row: str) -> None:
     """Choose the learning rate of a row, then run the seeds."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    folder = RESULTS / (options.name or options.setting)
+    folder, setting = RESULTS / (options.name or options.setting), data_options(options)
     tried: dict[float, dict[str, Any]] = {}
     ahead = list(options.lrs)
     if options.tuned_on:
@@ -168,14 +193,14 @@ def run_row(options: argparse.Namespace, row: str) -> None:
     while ahead:
         for lr in ahead:
             path = folder / f"{row}-lr{lr:g}-tuning.json"
-            tried[lr] = stored(path, lambda lr=lr: one_run(options, row, lr, TUNING_SEED))
+            tried[lr] = stored(path, lambda lr=lr: one_run(options, row, lr, TUNING_SEED), setting)
         best = max(tried, key=lambda lr: val_score(tried[lr]))
         ahead = [best / 2] * (best == min(tried)) + [best * 2] * (best == max(tried))
     for seed in options.seeds:
         path = folder / f"{row}-seed{seed}.json"
         if path.exists() and json.loads(path.read_text())["lr"] != best:
             path.unlink()  # from before the rates were chosen anew
-        stored(path, lambda seed=seed: one_run(options, row, best, seed))
+        stored(path, lambda seed=seed: one_run(options, row, best, seed), setting)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -197,7 +222,7 @@ def table(options: argparse.Namespace) -> None:
         print("|---|---|---|---|---|")
         figure = new_figure(7, 4.5)
         axes = figure.add_subplot()
-        for row in [r for r in ROWS if r in runs]:
+        for number, row in enumerate(r for r in ROWS if r in runs):
             scores = {seed: 100 * test_score(result) for seed, result in runs[row].items()}
             spread = statistics.stdev(scores.values()) if len(scores) > 1 else float("nan")
             gaps = [_gaps(runs, row, other) for other in ("FedAvg", "FrozenHyperPrototypes")]
@@ -208,7 +233,8 @@ def table(options: argparse.Namespace) -> None:
             curves = [result["val"] for result in runs[row].values() if "diverged" not in result]
             if curves:
                 rounds = range(1, len(curves[0]) + 1)
-                axes.plot(rounds, [100 * statistics.mean(v) for v in zip(*curves, strict=True)], label=row)
+                mean_curve = [100 * statistics.mean(v) for v in zip(*curves, strict=True)]
+                axes.plot(rounds, mean_curve, "-" if number < 10 else "--", label=row)  # there are ten colours
         if gap := _gaps(runs, "HyperPrototypes", "FedAvg"):
             bar, strict = BARS.get(folder.name, BAR), folder.name in BARS
             held = statistics.mean(gap) >= bar and (min(gap) > 0 or not strict)
