@@ -37,8 +37,10 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         cli.main(args)
-    lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("fulgurite:")]
+    stderr = capsys.readouterr().err
+    lines = [x for x in stderr.splitlines() if x.startswith("fulgurite:")]
     assert stopped.value.code == 2
+    assert "Traceback" not in stderr
     assert len(lines) == 1
     return lines[0]
 
