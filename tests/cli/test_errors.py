@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
 import pickle
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,6 +18,7 @@ import torch
 from lightning_modules.distributed import read_checkpoint
 from tests.helpers import refusal
 
+ROOT = Path(__file__).parents[2]
 FIT = ["fit", "-c", "ann_snn/digits_source"]
 
 
@@ -216,6 +220,7 @@ CASES = {
     "no time steps": (["fit", "-c", "ann_snn/digits", "--model.time_steps", "0"], "must be at least 1"),
     "negative epochs": ([*FIT, "--trainer.max_epochs", "-5"], "max_epochs"),
     "too many batches": ([*FIT, "--trainer.limit_train_batches", "2.5"], "limit_train_batches"),
+    "compile without blocks": ([*CLIENTS, "-c", "trainer/compile", "-c", "trainer/smoke"], "leave out trainer/compile"),
     "unknown precision": ([*FIT, "--trainer.precision", "7"], "precision"),
     "seed that is a word": ([*FIT, "--seed_everything", "many"], "seed_everything"),
     "unknown accelerator": ([*FIT, "--trainer.accelerator", "bogus"], "bogus"),
@@ -250,6 +255,17 @@ def test_refusal(case, tmp_path, capsys):
     # a run whose disk is full has begun; what it wrote is whole
     assert left <= ({"config.yaml", "metrics.csv"} if case == "full disk" else set())
     assert not Path("executed").exists()
+
+
+def test_a_refusal_as_the_user_sees_it(tmp_path):
+    """A process of its own: what libraries print on their way out would show here."""
+    command = [sys.executable, "-m", "cli", "fit", "-c", "ann_snn/digit"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert [line.split()[0] for line in done.stderr.splitlines()] == ["fulgurite:"], done.stderr
+    assert "did you mean ann_snn/digits" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_monitor_that_is_not_logged(capsys):

@@ -164,3 +164,57 @@ def test_a_run_needs_its_source_no_more(tmp_path):
     after = weights(last)
     assert before.keys() == after.keys()
     assert torch.equal(before["layer_weights"], after["layer_weights"])
+
+
+SMOKE = ["fit", "-c", "ann_snn/digits_source", "-c", "trainer/smoke", "--trainer.accelerator", "cpu"]
+
+
+def column(folder: Path, name: str) -> list[float]:
+    with (folder / "metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    """A smoke run without the overlay that is looked at."""
+    return run(SMOKE, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.long
+def test_compile_changes_no_figure(plain, tmp_path, monkeypatch):
+    compiled, before = [], torch.nn.Module.compile
+
+    def compile(module, **options):
+        compiled.append((type(module), options["backend"]))
+        before(module, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile)
+    folder = run([*SMOKE, "-c", "trainer/compile", "--trainer.callbacks.backend=eager"], tmp_path)
+    assert set(compiled) == {(torch.nn.Conv2d, "eager"), (torch.nn.Linear, "eager")}
+    for name in ("train/loss", "val/loss"):
+        assert column(folder, name) == pytest.approx(column(plain, name), rel=1e-5)
+    a, b = (weights(x / "checkpoints" / "last.ckpt") for x in (folder, plain))
+    assert a.keys() == b.keys()
+
+
+@pytest.mark.long
+def test_bf16_stays_close_and_keeps_its_weights_in_float32(plain, tmp_path):
+    folder = run([*SMOKE, "-c", "trainer/bf16"], tmp_path)
+    for name in ("train/loss", "val/loss"):
+        here, there = column(folder, name), column(plain, name)
+        assert here != there  # rounded
+        assert here == pytest.approx(there, rel=0.05)
+    tensors = weights(folder / "checkpoints" / "last.ckpt").values()
+    assert {x.dtype for x in tensors if x.is_floating_point()} == {torch.float32}
+
+
+@pytest.mark.long
+def test_tensorboard_holds_the_figures_of_the_csv(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = run([*SMOKE, "-c", "logger/tensorboard"], tmp_path)
+    assert {p.name for p in folder.iterdir()} == {"config.yaml", "metrics.csv", "checkpoints", "tensorboard"}
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    for name in ("train/loss", "val/loss", "val/accuracy"):
+        assert [x.value for x in events.Scalars(name)] == pytest.approx(column(folder, name))
+        assert column(folder, name)
