@@ -468,7 +468,7 @@ class SpeechText(LightningDataModule):
     """Utterances with their transcripts.
 
     Rows without a `split` are split by a hash of their text (sentences of validation and test are never
-    trained on); where a source declares splits but no `val`, `val_fraction` of its training rows validate. Speakers
+    trained on; single words among them always are); where a source declares splits but no `val`, `val_fraction` of its training rows validate. Speakers
     of `unseen_speakers` are never trained on at all; batches tell which is which. Rows of text alone are only trained
     on.
 
@@ -554,7 +554,8 @@ class SpeechText(LightningDataModule):
         long = [f"{row.audio} ({s:.1f} s)" for row, s in zip(rows, seconds, strict=True) if s > self.max_seconds]
         if long:
             raise ValueError(f"longer than max_seconds {self.max_seconds:g}, cut them or raise it: {', '.join(long)}")
-        where, source = np.array([self._split_of(row) for row in rows]), np.array(origin)
+        phrases = any(" " in row.text for row in rows if row.audio)
+        where, source = np.array([self._split_of(row, phrases) for row in rows]), np.array(origin)
         splits = {}
         for name in ("train", "val", "test"):
             items = np.flatnonzero((where == name) & ((name == "train") | (source == self.source)))
@@ -579,14 +580,17 @@ class SpeechText(LightningDataModule):
         kept = [rows[i] for i in np.flatnonzero(~single)]
         return kept + utterances, np.concatenate([seconds[~single], joined])
 
-    def _split_of(self, row: Row) -> str:
+    def _split_of(self, row: Row, phrases: bool) -> str:
         """`train`, `val`, `test`, or nothing for training sentences of unseen speakers.
 
-        Rows without audio or without a transcript cannot be scored, and are trained on.
+        Rows without audio or without a transcript cannot be scored, and are trained on. So are single words where there
+        are `phrases`, too: each is spoken so often that one of them would outweigh all other sentences of a test.
         """
         if not (row.audio and row.text):
             return "" if row.speaker in self.unseen else "train"
         part = zlib.crc32(row.text.encode()) / 2**32
+        if phrases and " " not in row.text and not row.split:
+            part = 1.0
         by_text = "test" if part < self.test_fraction else "val"
         if row.speaker in self.unseen:
             if row.split:
