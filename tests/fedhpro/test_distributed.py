@@ -6,7 +6,7 @@ import torch
 from tests.distributed.pair import launch
 from tests.fedhpro import two_processes
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
