@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,19 +112,36 @@ def test_a_sharded_checkpoint_consolidates_and_serves_one_process(runs, capsys, 
     base = [*SMALL, *WITHOUT_REPORT, *ADAM]
     cli.main([*base, "--trainer.default_root_dir", str(tmp_path)])
     always_one = newest_run(tmp_path)
+    before = [average(Path(file)), average(always_one / "checkpoints" / "last.ckpt")]
     for checkpoint in (file, always_one / "checkpoints" / "last.ckpt"):
         cli.main([*base, "--trainer.max_steps", "7", "--ckpt_path", str(checkpoint)])
     assert len(losses(always_one)) == 7
     assert losses(runs["sharded"]) == pytest.approx(losses(always_one), rel=1e-3)
+    # so does the average of weights
+    resumed = max((p for p in folder.parent.iterdir() if p.is_file()), key=lambda p: p.stat().st_mtime_ns)
+    after = [average(resumed), average(always_one / "checkpoints" / "last.ckpt")]
+    assert [x["updates"] for x in (*before, *after)] == [4, 4, 7, 7]
+    moved = distance(after[1], before[1])
+    assert moved > 1e-3
+    assert distance(*before) < 1e-3 * moved
+    assert distance(*after) < 1e-3 * moved
+
+
+def average(checkpoint):
+    """The state of the EMA."""
+    content = torch.load(checkpoint, weights_only=True)
+    return next(v for k, v in content["callbacks"].items() if k.startswith("EMA"))
+
+
+def distance(a, b):
+    """Between two averages of all weights."""
+    assert a["average"].keys() == b["average"].keys()
+    return sum((a["average"][k] - b["average"][k]).square().sum() for k in a["average"]).sqrt().item()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_the_average_of_weights_is_that_of_one_process(runs, strategy):
-    def average(run):
-        content = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-        return next(v for k, v in content["callbacks"].items() if k.startswith("EMA"))
-
-    one, two = average(runs["one"]), average(runs[strategy])
+    one, two = (average(runs[name] / "checkpoints" / "last.ckpt") for name in ("one", strategy))
     assert one["updates"] == two["updates"] == 4
     assert one["average"].keys() == two["average"].keys()
     raw = weights(runs["one"] / "checkpoints" / "last.ckpt")
