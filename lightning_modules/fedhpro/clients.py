@@ -21,15 +21,15 @@ CHUNK = 512  # images per forward pass when no gradient is needed
 
 
 class Client(Protocol):
-    """The data of one client. `datamodules.federated.Client` is one.
+    """The data of one client. `datamodules.federated.Client` is one."""
 
-    Attributes:
-        id: Number of the client, from 0.
-        labels: `(n,)`, int64.
-    """
+    @property
+    def id(self) -> int:
+        """Number of the client, from 0."""
 
-    id: int
-    labels: Tensor
+    @property
+    def labels(self) -> Tensor:
+        """`(n,)`, int64."""
 
     def images(self, rows: Tensor) -> Tensor:
         """Images `(m, channels, h, w)` of `rows` `(m,)`, float, normalised, not augmented."""
