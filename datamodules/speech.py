@@ -467,10 +467,10 @@ def pad(audio: list[np.ndarray]) -> tuple[Tensor, Tensor]:
 class SpeechText(LightningDataModule):
     """Utterances with their transcripts.
 
-    Rows without a `split` are split by a hash of their text (sentences of validation and test are never
-    trained on; single words among them always are); where a source declares splits but no `val`, `val_fraction` of its training rows validate. Speakers
-    of `unseen_speakers` are never trained on at all; batches tell which is which. Rows of text alone are only trained
-    on.
+    Rows without a `split` are split by a hash of their text: sentences of validation and test are never trained on,
+    single words among them always are. Where a source declares splits but no `val`, `val_fraction` of its training
+    rows validate. Speakers of `unseen_speakers` are never trained on at all; batches tell which is which. Rows of text
+    alone are only trained on.
 
     Args:
         source: `made` (a corpus made on the spot by espeak-ng, see `made`), a JSONL manifest (`audio`, `text`
