@@ -347,7 +347,7 @@ class SmallPrior:
         edgeless: share of batches without edges: keeps the use of features alive.
     """
 
-    nodes: tuple[int, int] = (100, 2000)
+    nodes: tuple[int, int] = (100, 500)
     degree: tuple[float, float] = (1.5, 60.0)
     features: tuple[int, int] = (4, 16)
     scm: float = 0.2

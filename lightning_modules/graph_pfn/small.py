@@ -2,7 +2,7 @@
 
 It differs from the published layout where a small model learns faster for it. A node is one token, the sum of its
 columns, its label, what lies around it (`Surroundings`: smoothed columns, degree) and the votes of simple predictors: a
-ridge regression on the columns, two more on smoothed columns, random walks that carry labels. So there is
+ridge regression on the columns, two more on smoothed columns, random walks that count the labels they meet. So there is
 no attention among columns. Queries attend with all heads, and several graphs are padded into one batch. The prediction
 is read out by attention from query to context nodes over their labels, plus an MLP, plus the votes as far as each token
 trusts them, over the classes present. MLP and trust start at zero, so an untrained model predicts the class frequencies
@@ -135,7 +135,7 @@ class Surroundings(nn.Module):
         config: sizes.
     """
 
-    steps, damping = 30, 0.9
+    steps, damping = 10, 0.9
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__()
@@ -153,11 +153,10 @@ class Surroundings(nn.Module):
         """Gather what lies around the nodes of graphs with edges.
 
         Columns are averaged over neighbours once and twice and divided by their root mean square in the graph, one
-        number for all columns, so that those which agree among neighbours stay larger. Random walks from the labelled
-        nodes stop with probability 1 - `damping` after each step; a node counts the labels that reach it in the first
-        step and in the first `steps` ones (walks from the node would meet hubs too often). Votes: those of the two
-        walks (log of shares, or mean values); a ridge regression on columns smoothed twice by
-        D^-1/2 (A + I) D^-1/2; one on columns, once and twice averaged columns.
+        number for all columns, so that those which agree among neighbours stay larger. A random walk from a node stops
+        with probability 1 - `damping` after each step; met labels are counted over its first step and its first `steps`
+        ones, the start left out. Votes: those of the two walks (log of shares, or mean values); a ridge regression on
+        columns smoothed twice by D^-1/2 (A + I) D^-1/2; one on columns, once and twice averaged columns.
         Structure: log-degree, log of the number of labels met relative to the graph's mean (both walks), log of the
         root mean squares.
 
@@ -193,7 +192,7 @@ class Surroundings(nn.Module):
         start = torch.cat([F.pad(y, (0, 0, 0, n - k)), known], -1)  # the last column counts labels whatever they are
         walk, total, walks, masses = start, torch.zeros_like(start), [], []
         for step in range(self.steps):
-            walk = self.damping * degree * mean(walk / degree.clamp(min=1))
+            walk = self.damping * mean(walk)
             total = total + walk
             if step in (0, self.steps - 1):
                 mass = total[..., -1:]
