@@ -10,7 +10,7 @@ EPISODES = {"tasks": ["reach-v3"], "episodes": 3}
 SMALL = {
     "RobotDemonstrations": EPISODES | {"batch_size": 8},
     "ExpertVideos": EPISODES | {"test_episodes": 2, "batch_size": 2, "eval_batch_size": 2},
-    "SpeechText": {"made": {"utterances": 100, "words": [1, 2], "unseen_utterances": 20}},
+    "SpeechText": {"made": {"utterances": 100, "words": [2, 2], "unseen_utterances": 20}},
     "GraphPrior": {"graphs_per_epoch": 16, "validation_graphs": 4},
     "FederatedImages": {"train_size": 300},
 }
