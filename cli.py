@@ -44,7 +44,7 @@ def main(args: list[str] | None = None) -> None:
         from importlib.metadata import version
 
         return print(f"fulgurite {version('fulgurite')}")
-    if "" not in sys.path and os.getcwd() not in sys.path:
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a class path may name a file of the folder in which the command is typed
     try:
         if args[0] in EXTRA_COMMANDS:

@@ -17,7 +17,9 @@ class PredictionWriter(Callback):
     """Collects what `predict_step` returns and writes `<run>/predictions.csv`, one row per item.
 
     `predict_step` returns a dict of one-dimensional tensors or lists `[b]` and matrices `[b, k]`; a matrix becomes k
-    columns, named by the module's `prediction_columns[name]` if it has them and numbered otherwise. An `index`
+    columns, named by the module's `prediction_columns[name]` if it has them and numbered otherwise. Where there are
+    `label` int64 `[b]` and `probability` `[b, k]`, a `class` column follows the label, and it and the probabilities
+    carry the names of the data module's `classes`, or numbers if it has no k of them. An `index`
     column, if there is one, puts the rows of all ranks in order.
     """
 
@@ -48,6 +50,13 @@ class PredictionWriter(Callback):
             path = Path(trainer.default_root_dir) / "predictions.csv"
             path.parent.mkdir(parents=True, exist_ok=True)
             names = getattr(pl_module, "prediction_columns", {})
+            if {"label", "probability"} <= rows.keys():
+                k = rows["probability"].shape[1]
+                known = list(getattr(trainer.datamodule, "classes", []))  # type: ignore[attr-defined]
+                classes = known if len(known) == k else [str(c) for c in range(k)]
+                names = {"probability": [f"probability_{c}" for c in classes]} | names
+                probability = rows.pop("probability")
+                rows |= {"class": [classes[c] for c in rows["label"].tolist()], "probability": probability}
             self._write(path, rows, names)
             trainer.print(f"Predictions are in {path}")
 

@@ -264,6 +264,9 @@ def join_takes(rows: list[Row], count: int, joining: Joining) -> list[Row]:
 class MadeSpeech:
     """A spoken corpus of small vocabulary, made by espeak-ng.
 
+    Where utterances may have several words, those of one are all trained on: there are few different ones, each spoken
+    so often that one of them would outweigh all sentences of a test.
+
     Attributes:
         vocabulary: the words, drawn uniformly.
         words: fewest and most words in an utterance.
@@ -467,8 +470,8 @@ def pad(audio: list[np.ndarray]) -> tuple[Tensor, Tensor]:
 class SpeechText(LightningDataModule):
     """Utterances with their transcripts.
 
-    Rows without a `split` are split by a hash of their text: sentences of validation and test are never trained on,
-    single words among them always are. Where a source declares splits but no `val`, `val_fraction` of its training
+    Rows without a `split` are split by a hash of their text: sentences of validation and test are never trained on.
+    Where a source declares splits but no `val`, `val_fraction` of its training
     rows validate. Speakers of `unseen_speakers` are never trained on at all; batches tell which is which. Rows of text
     alone are only trained on.
 
@@ -554,8 +557,8 @@ class SpeechText(LightningDataModule):
         long = [f"{row.audio} ({s:.1f} s)" for row, s in zip(rows, seconds, strict=True) if s > self.max_seconds]
         if long:
             raise ValueError(f"longer than max_seconds {self.max_seconds:g}, cut them or raise it: {', '.join(long)}")
-        phrases = any(" " in row.text for row in rows if row.audio)
-        where, source = np.array([self._split_of(row, phrases) for row in rows]), np.array(origin)
+        where = np.array([self._split_of(row, name == "made") for row, name in zip(rows, origin, strict=True)])
+        source = np.array(origin)
         splits = {}
         for name in ("train", "val", "test"):
             items = np.flatnonzero((where == name) & ((name == "train") | (source == self.source)))
@@ -580,16 +583,15 @@ class SpeechText(LightningDataModule):
         kept = [rows[i] for i in np.flatnonzero(~single)]
         return kept + utterances, np.concatenate([seconds[~single], joined])
 
-    def _split_of(self, row: Row, phrases: bool) -> str:
+    def _split_of(self, row: Row, made: bool) -> str:
         """`train`, `val`, `test`, or nothing for training sentences of unseen speakers.
 
-        Rows without audio or without a transcript cannot be scored, and are trained on. So are single words where there
-        are `phrases`, too: each is spoken so often that one of them would outweigh all other sentences of a test.
+        Rows without audio or without a transcript cannot be scored, and are trained on.
         """
         if not (row.audio and row.text):
             return "" if row.speaker in self.unseen else "train"
         part = zlib.crc32(row.text.encode()) / 2**32
-        if phrases and " " not in row.text and not row.split:
+        if made and self.made.words[1] > 1 and " " not in row.text:  # see `MadeSpeech`
             part = 1.0
         by_text = "test" if part < self.test_fraction else "val"
         if row.speaker in self.unseen:

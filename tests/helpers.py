@@ -1,5 +1,6 @@
 """What several tests use."""
 
+import csv
 import os
 import signal
 from pathlib import Path
@@ -43,6 +44,12 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture) -> str:
     assert "Traceback" not in stderr
     assert len(lines) == 1
     return lines[0]
+
+
+def column(folder: Path, name: str) -> list[float]:
+    """What a run logged under `name`, from its metrics.csv."""
+    with (folder / "metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -94,8 +94,8 @@ class ImageClassifier(LightningModule):
         self._step(batch, "test")
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """`index`, `name`, `class` and `probability` `[b, k]`."""
-        return prediction(self, batch, self(batch.image))
+        """`index`, `name`, `label` and `probability` `[b, k]`."""
+        return prediction(batch, self(batch.image))
 
     def configure_optimizers(self) -> Any:
         """SGD and a cosine, unless others are given."""
@@ -110,16 +110,7 @@ class ImageClassifier(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)]
 
 
-def prediction(module: Any, batch: Any, logits: Tensor) -> dict[str, Any]:
-    """One row per image for `callbacks.PredictionWriter`; classes have the names that the data module gives them."""
+def prediction(batch: Any, logits: Tensor) -> dict[str, Any]:
+    """One row per image for `callbacks.PredictionWriter`, from logits float `[b, k]`."""
     probability = logits.float().softmax(1)
-    names = getattr(module.trainer.datamodule, "classes", [])
-    if len(names) != probability.shape[1]:
-        names = [str(i) for i in range(probability.shape[1])]
-    module.prediction_columns = {"probability": [f"probability_{name}" for name in names]}
-    return {
-        "index": batch.index,
-        "name": batch.name,
-        "class": [names[i] for i in probability.argmax(1).tolist()],
-        "probability": probability,
-    }
+    return {"index": batch.index, "name": batch.name, "label": probability.argmax(1), "probability": probability}

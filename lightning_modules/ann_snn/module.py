@@ -346,8 +346,8 @@ class AnnSnn(LightningModule):
         self._log_accuracy("test")
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """`index`, `name`, `class` and `probability` `[b, k]` at the largest T of training."""
-        return prediction(self, batch, self(batch.image))
+        """`index`, `name`, `label` and `probability` `[b, k]` at the largest T of training."""
+        return prediction(batch, self(batch.image))
 
     # --------------------------------------------------------------------------------------------- reuse
 

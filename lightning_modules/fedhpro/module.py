@@ -373,22 +373,11 @@ class FedHPro(LightningModule):
         """Label images.
 
         Returns:
-            `index` int64 `[b]`, `name` (files, or positions in the split), `label` int64 `[b]`, `class` (the name that
-            the data module gives the label, or its number) and `probability` float32 `[b, c]`.
+            `index` int64 `[b]`, `name` (files, or positions in the split), `label` int64 `[b]` and `probability`
+            float32 `[b, c]`.
         """
         probability = self(batch.image).float().softmax(1)
-        label = probability.argmax(1)
-        names = getattr(self.trainer.datamodule, "classes", [])
-        if len(names) != probability.shape[1]:
-            names = [str(c) for c in range(probability.shape[1])]
-        self.prediction_columns = {"probability": [f"probability_{name}" for name in names]}
-        return {
-            "index": batch.index,
-            "name": batch.name,
-            "label": label,
-            "class": [names[c] for c in label.tolist()],
-            "probability": probability,
-        }
+        return {"index": batch.index, "name": batch.name, "label": probability.argmax(1), "probability": probability}
 
     # ------------------------------------------------------------------------------------------- checkpoints
 

@@ -12,7 +12,7 @@ import torch
 
 import cli
 import configs
-from tests.helpers import newest_run, run, weights
+from tests.helpers import column, newest_run, run, weights
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--trainer.max_epochs", "1", "--trainer.limit_train_batches", "3", "--trainer.num_sanity_val_steps", "0"]
@@ -167,11 +167,6 @@ def test_a_run_needs_its_source_no_more(tmp_path):
 
 
 SMOKE = ["fit", "-c", "ann_snn/digits_source", "-c", "trainer/smoke", "--trainer.accelerator", "cpu"]
-
-
-def column(folder: Path, name: str) -> list[float]:
-    with (folder / "metrics.csv").open() as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
 @pytest.fixture(scope="module")

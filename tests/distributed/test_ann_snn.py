@@ -1,6 +1,5 @@
 """The closed loop on two processes: same result as one with the same global batch, and sharded checkpoints."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 import cli
 from lightning_modules import AnnSnn
 from tests.distributed.pair import launch
-from tests.helpers import newest_run, weights
+from tests.helpers import column, newest_run, weights
 
 SMALL = [
     *("fit", "-c", "ann_snn/digits", "--trainer.max_steps", "4", "--trainer.max_epochs", "-1"),
@@ -30,8 +29,7 @@ ADAM = ["--model.optimizer", "torch.optim.Adam", "--model.optimizer.lr", "0.0003
 
 
 def losses(run):
-    with (run / "metrics.csv").open() as file:
-        return [float(row["train/loss"]) for row in csv.DictReader(file) if row.get("train/loss")]
+    return column(run, "train/loss")
 
 
 @pytest.fixture(scope="module")

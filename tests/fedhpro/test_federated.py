@@ -101,14 +101,7 @@ def test_long_tail_leaves_evaluation_balanced():
 
 
 def test_folder_of_images_and_prediction(tmp_path):
-    from torchvision.io import write_png
-
-    for number, name in enumerate(("cat", "dog")):
-        (tmp_path / "pets" / name).mkdir(parents=True)
-        for i in range(10):
-            pixels = torch.full((3, 16, 20), 40 + 120 * number + i, dtype=torch.uint8)
-            write_png(pixels, str(tmp_path / "pets" / name / f"{i}.png"))
-    folder = str(tmp_path / "pets")
+    folder = str(toys.pets(tmp_path / "pets", 10))
     options = {"sources": [folder], "clients": 2, "partition": "even", "train_size": None, "test_size": None}
     data = ready(**options, image_size=8, predict_folder=folder)
     assert data.classes == ["cat", "dog"] and data.domains == ["pets"]

@@ -1,7 +1,5 @@
 """Two processes give what one gives, and a killed run ends as one that was not."""
 
-import csv
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ import cli
 from lightning_modules import FocalPolicy
 from tests.distributed.pair import launch
 from tests.focal_policy.toys import recording
-from tests.helpers import run, weights
+from tests.helpers import column, run, weights
 
 pytestmark = pytest.mark.long
 
@@ -25,11 +23,6 @@ def arguments(folder) -> list[str]:
         # Plain gradient steps show a difference in gradients as it is.
         *("--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.1"),
     ]
-
-
-def losses(folder, name="train/loss"):
-    with (folder / "metrics.csv").open() as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +46,9 @@ def runs(tmp_path_factory):
 def test_two_processes_equal_one(runs, strategy):
     """With 15 windows a batch, of which one rank has 8 and the other 7, some of them masked."""
     for name in ("train/loss", "val/loss", "val/executed_error"):
-        one, two = losses(runs["one"], name), losses(runs[strategy], name)
+        one, two = column(runs["one"], name), column(runs[strategy], name)
         assert two == pytest.approx(one, rel=1e-4), name
-    assert len(losses(runs["one"])) == 6
+    assert len(column(runs["one"], "train/loss")) == 6
     a, b = (torch.load(runs[n] / "checkpoints" / "last.ckpt", weights_only=True) for n in ("one", strategy))
     for part in (
         lambda c: c["state_dict"],

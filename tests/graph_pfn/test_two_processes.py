@@ -1,13 +1,11 @@
 """Two processes compute what one does with the same global batch."""
 
-import csv
-
 import pytest
 import torch
 
 import cli
 from tests.distributed.pair import launch
-from tests.helpers import weights
+from tests.helpers import column, weights
 
 pytestmark = pytest.mark.long
 COMMON = [
@@ -49,10 +47,7 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes_equal_one(runs, task, strategy):
     one, two = runs[f"{task}_one"], runs[f"{task}_{strategy}"]
-    losses = []
-    for run in (one, two):
-        with (run / "metrics.csv").open() as file:
-            losses.append([float(row["train/loss"]) for row in csv.DictReader(file) if row.get("train/loss")])
+    losses = [column(run, "train/loss") for run in (one, two)]
     assert len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     a, b = (weights(run / "checkpoints" / "last.ckpt") for run in (one, two))

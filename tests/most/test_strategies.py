@@ -1,12 +1,10 @@
 """Two processes give what one gives, under DDP and FSDP2."""
 
-import csv
-
 import pytest
 import torch
 
 from tests.distributed.pair import launch
-from tests.helpers import run
+from tests.helpers import column, run
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -25,11 +23,6 @@ def arguments(data_dir, balance: str) -> list[str]:
         # plain gradient steps show a difference in gradients as it is
         *(f"{model}.optimizer", "torch.optim.SGD", f"{model}.optimizer.lr", "0.1", f"{model}.vocoder_lr", "0.01"),
     ]
-
-
-def column(folder, name):
-    with (folder / "metrics.csv").open() as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
 
 @pytest.fixture(scope="module")
