@@ -41,7 +41,7 @@ class PredictionWriter(Callback):
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join batches and ranks, and write the table."""
         batches, self._batches = self._batches, []
-        rows = {
+        rows: dict[str, Any] = {
             k: torch.cat([b[k] for b in batches]) if isinstance(v, Tensor) else [x for b in batches for x in b[k]]
             for k, v in batches[0].items()
         }
@@ -52,7 +52,7 @@ class PredictionWriter(Callback):
             names = getattr(pl_module, "prediction_columns", {})
             if {"label", "probability"} <= rows.keys():
                 k = rows["probability"].shape[1]
-                known = list(getattr(trainer.datamodule, "classes", []))  # type: ignore[attr-defined]
+                known = list(getattr(trainer.datamodule, "classes", []))
                 classes = known if len(known) == k else [str(c) for c in range(k)]
                 names = {"probability": [f"probability_{c}" for c in classes]} | names
                 probability = rows.pop("probability")

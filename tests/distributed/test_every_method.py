@@ -6,6 +6,7 @@ evenly. One launch serves all methods.
 
 import json
 
+import numpy as np
 import pytest
 
 import cli
@@ -15,7 +16,7 @@ from tests.small import smaller
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 CONFIGS = {  # one of each LightningModule, with what makes its test batches uneven
-    "ann_snn/digits_source": ["--data.batch_size", "53", "--trainer.limit_test_batches", "3"],  # an odd number
+    "ann_snn/digits_source": ["--data.source", "odd.npz"],  # 37 test images
     "ann_snn/digits": ["--data.batch_size", "53"],
     "fedhpro/digits": ["--data.eval_batch_size", "53"],
     "graph_pfn/karate": [],
@@ -24,6 +25,7 @@ CONFIGS = {  # one of each LightningModule, with what makes its test batches une
     "dyn_vpp/metaworld_base": ["--data.eval_batch_size", "5"],
 }
 FIT = {  # what keeps it short
+    "ann_snn/digits_source": ["--data.source", "odd.npz"],
     "ann_snn/digits": ["--model.test_time_steps", "[1, 8]"],
     "most/spoken_digits": ["--model.num_units", "16", "--model.unit_frames", "1500"],
 }
@@ -36,6 +38,13 @@ ALONE = ["--trainer.strategy", "auto", "--trainer.devices", "1"]
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     sharded = "--trainer.strategy.init_args.save_distributed_checkpoint=true"
+    rng, images = np.random.default_rng(0), {}
+    for part, n in (("train", 120), ("test", 37)):
+        images |= {
+            f"{part}_images": rng.integers(0, 256, (n, 8, 8), dtype=np.uint8),
+            f"{part}_labels": np.arange(n) % 10,
+        }
+    np.savez(folder / "odd.npz", **images)
     cases = []
     for name, uneven in CONFIGS.items():
         run = folder / name.replace("/", "_")
@@ -49,7 +58,8 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_shards_are_joined_and_tested_alone(runs, name, capsys):
+def test_shards_are_joined_and_tested_alone(runs, name, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
     run = runs / name.replace("/", "_")
     last = run / "checkpoints" / "last.ckpt"
     assert last.is_dir()
