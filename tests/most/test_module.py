@@ -246,6 +246,24 @@ def test_text_loss_of_the_base_model_uses_all_experts():
     torch.testing.assert_close(vanilla.text_loss(texts), everything)
 
 
+@torch.no_grad()
+def test_units_are_shuffled_alike_in_any_batch(fitted, folder, monkeypatch):
+    """By utterance, so that batches and ranks change no score."""
+    module = MoST.load_from_checkpoint(fitted[2] / "checkpoints" / "last.ckpt").eval()
+    speech = data(folder)
+    speech.setup()
+    batch = next(iter(speech.test_dataloader()))
+    asked = []
+    monkeypatch.setattr(module, "unit_likelihood", lambda units: asked.append(units) or torch.zeros(len(units)))
+    turned = {name: getattr(batch, name).flip(0) for name in ("audio", "length", "index")}
+    turned["text"] = batch.text[::-1]
+    module._evaluate_speech(batch)
+    module._evaluate_speech(batch._replace(**turned))
+    (real, mixed), (_, other) = asked[:2], asked[2:]
+    assert len(mixed) > 2 and any(not torch.equal(a, b) for a, b in zip(real, mixed, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(mixed, other[::-1], strict=True))
+
+
 def test_unit_likelihood_is_the_mean_log_probability(folder):
     module = model().eval()
     module.configure_model()
