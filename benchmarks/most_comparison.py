@@ -1,7 +1,7 @@
 """MAMoE against VanillaMoE and NoShared on real spoken digits, at equal parameters and steps.
 
-    python benchmarks/most_comparison.py run [--source data/spoken_digits/manifest.jsonl] [--seeds 0 1 2] [--epochs 3]
-    python benchmarks/most_comparison.py table [--epochs 3]
+    python benchmarks/most_comparison.py run [--source data/spoken_digits/manifest.jsonl] [--seeds 0 1 2] [--epochs 6]
+    python benchmarks/most_comparison.py table [--epochs 6]
 
 Every row (variant and seed) is a JSON file in benchmarks/results/most/epochs_N/ as soon as it is measured; rows that
 exist are skipped, so a stopped run goes on where it was. The setting is configs/most/spoken_digits_real.yaml; its data
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "table"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--source", default="data/spoken_digits/manifest.jsonl", help="manifest of real single words")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--data-dir", type=Path, default=Path("data"))

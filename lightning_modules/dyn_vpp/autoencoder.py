@@ -179,14 +179,13 @@ def read_autoencoder(source: str | Path) -> tuple[dict[str, Any], dict[str, Tens
         FileNotFoundError: If there is neither.
         ValueError: If the checkpoint is of another class.
     """
-    from .video_model import located, plain
+    from .video_model import from_folder, located, plain
 
     path = located(source)
     if path.is_dir() and not (path / ".metadata").is_file():
         if not (path / "vae" / "config.json").is_file():
             raise FileNotFoundError(f"{path} has no vae/config.json: it holds no autoencoder")
-        reading = {"use_safetensors": True, "torch_dtype": torch.float32}
-        network = AutoencoderKLTemporalDecoder.from_pretrained(path / "vae", **reading)
+        network = from_folder(AutoencoderKLTemporalDecoder, path / "vae")
         return plain(network.config), network.state_dict()
     checkpoint = read_checkpoint(path)
     if "autoencoder" not in checkpoint:

@@ -223,7 +223,7 @@ class VideoModel(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, text: dict[str, Any] | None = None) -> "VideoModel":
-        """Read a folder: one of ours, or one with diffusers' `unet/` and `vae/`.
+        """Read a folder: one of ours, or one with diffusers' `unet/` and `vae/`; on the meta device, its layout alone.
 
         Args:
             folder: Where it is.
@@ -246,15 +246,23 @@ class VideoModel(nn.Module):
             raise ValueError(f"{folder} does not say how text is read: set text_encoder")
         else:
             own = {"text": text}
-        reading = {"use_safetensors": True, "torch_dtype": torch.float32}
-        unet = UNetSpatioTemporalConditionModel.from_pretrained(folder / "unet", **reading)
-        autoencoder = AutoencoderKLTemporalDecoder.from_pretrained(folder / "vae", **reading)
+        unet = from_folder(UNetSpatioTemporalConditionModel, folder / "unet")
+        autoencoder = from_folder(AutoencoderKLTemporalDecoder, folder / "vae")
         model = cls(unet=plain(unet.config), autoencoder=plain(autoencoder.config), **own)
+        if torch.get_default_device().type == "meta":
+            return model
         model.unet.load_state_dict(unet.state_dict())
         model.autoencoder.load_state_dict(autoencoder.state_dict())
         if (path := folder / "text" / "model.safetensors").is_file():
             model.text.load_state_dict(load_file(path))
         return model
+
+
+def from_folder(kind: type[Any], folder: Path) -> Any:
+    """A network of diffusers from its folder, in float32; on the meta device, where nothing can be read, its layout."""
+    if torch.get_default_device().type == "meta":
+        return kind.from_config(kind.load_config(folder))
+    return kind.from_pretrained(folder, use_safetensors=True, torch_dtype=torch.float32)
 
 
 def plain(config: Any) -> dict[str, Any]:

@@ -112,13 +112,16 @@ def paper_speech():
 
 
 def paper_video():
-    from lightning_modules.dyn_vpp.networks import SVD_UNET
+    """A folder as Stable Video Diffusion's, of which a dry run reads the layout alone: it has no weights."""
+    from lightning_modules.dyn_vpp.networks import SMALL_AUTOENCODER, SVD_UNET
     from tests.dyn_vpp.toys import write_folder
 
-    unet = json.dumps(SVD_UNET | {"num_frames": 16})
+    for part, layout in (("unet", SVD_UNET | {"num_frames": 16}), ("vae", SMALL_AUTOENCODER)):
+        Path("svd", part).mkdir(parents=True)
+        Path("svd", part, "config.json").write_text(json.dumps(layout))
+    model = ["--model.init_from", "svd", "--model.text_encoder", "null"]
     data = ["--data.source", str(write_folder(Path("clips"), 6, 70)), "--data.size", "16", "--data.batch_size", "2"]
-    model = ["--model.unet", unet, "--model.autoencoder", "null", "--data.stride", "2"]
-    return ["dyn_vpp/metaworld_base", *model, "--data.frames", "16", *data]
+    return ["dyn_vpp/paper_calvin", *model, *data]
 
 
 # the part of the module, and its published number of parameters
