@@ -179,7 +179,9 @@ def run(options: argparse.Namespace) -> None:
             path = folder(options) / f"{name}-{seed}.json"
             if path.exists() and json.loads(path.read_text())["budget"] == budget:
                 continue
-            row = {"row": name, "seed": seed, "budget": budget, "command": " ".join(["python", *sys.argv])}
+            # where things lie on this machine means nothing elsewhere
+            command = " ".join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv)
+            row = {"row": name, "seed": seed, "budget": budget, "command": command}
             row |= run_one(name, seed, options)
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(".part")

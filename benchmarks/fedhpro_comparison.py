@@ -37,7 +37,7 @@ RESULTS = Path(__file__).parent / "results" / "fedhpro"
 TUNING_SEED = 100
 LAST = 5  # rounds that count
 ANCHORS = {"tau": 0.2, "margin_normalize": True}
-ROWS: dict[str, dict[str, Any]] = {  # name: arguments of the strategy, which has that name unless STRATEGY says so
+ROWS: dict[str, dict[str, Any]] = {  # name: arguments; the strategy is named before "_", or in STRATEGY
     "FedAvg": {},
     "FedProx": {"mu": 0.01},
     "Moon": {"mu": 1.0},
@@ -54,8 +54,26 @@ ROWS: dict[str, dict[str, Any]] = {  # name: arguments of the strategy, which ha
     "AlignmentOnly": ANCHORS,
     "HeadRetraining": ANCHORS,
     "PaperAnchors": {"tau": 0.05, "margin_normalize": False},
+    # other values of what the baselines' authors tune, beside those above
+    "FedProx_mu0.001": {"mu": 0.001},
+    "FedProx_mu0.1": {"mu": 0.1},
+    "Moon_mu0.1": {"mu": 0.1},
+    "Moon_mu5": {"mu": 5.0},
+    "FedProto_weight0.1": {"weight": 0.1},
+    "FedProto_weight10": {"weight": 10.0},
+    "FPL_tau0.1": {"tau": 0.1},
+    "FPL_tau0.5": {"tau": 0.5},
+    "FedTGP_weight0.1": {"weight": 0.1},
+    "FedTGP_weight1": {"weight": 1.0},
+    "HyperPrototypes_tau0.5": ANCHORS | {"tau": 0.5},
+    # other ways to match, which move the hyper-prototypes further
+    "Matching_lr1": ANCHORS | {"lr": 1.0},
+    "Matching_lr10": ANCHORS | {"lr": 10.0},
+    "Matching_adam": ANCHORS | {"optimizer": "adam", "lr": 0.01},
+    "Matching_mse": ANCHORS | {"distance": "mse", "lr": 10.0},
+    "Matching_new_head": ANCHORS | {"matching_head": "new", "lr": 1.0},
 }
-STRATEGY = {"PaperAnchors": "HyperPrototypes"}
+STRATEGY = {"PaperAnchors": "HyperPrototypes", "Matching": "HyperPrototypes"}
 MATCHING = ("hyper_prototype_move", "matching_loss_before", "matching_loss_after")
 DOMAINS = {"partition": "domain", "val_fraction": 0.2}
 CIFAR = {"train_size": 5000, "test_size": 2000, "clients": 10, "val_fraction": 0.2}
@@ -110,7 +128,7 @@ def one_run(options: argparse.Namespace, row: str, lr: float, seed: int) -> dict
     setting = data_options(options)
     data = FederatedImages(sources=options.sources, data_dir=options.data_dir, seed=seed, **setting)
     model = FedHPro(
-        STRATEGY.get(row, row),
+        STRATEGY.get(row.split("_")[0], row.split("_")[0]),
         ROWS[row],
         network="SmallCNN",
         network_args={"in_channels": 3 if options.setting.startswith(("office", "cifar")) else 1},
@@ -218,8 +236,8 @@ def table(options: argparse.Namespace) -> None:
         for path in sorted(folder.glob("*-seed*.json")):
             result = json.loads(path.read_text())
             runs.setdefault(result["row"], {})[result["seed"]] = result
-        print(f"\n{folder.name}\n| strategy | lr | test accuracy, % | minus FedAvg, by seed | minus frozen, by seed |")
-        print("|---|---|---|---|---|")
+        head = ("strategy", "lr", "validation, %", "test accuracy, %", "minus FedAvg, by seed", "minus frozen, by seed")
+        print(f"\n{folder.name}\n| {' | '.join(head)} |\n{'|---' * len(head)}|")
         figure = new_figure(7, 4.5)
         axes = figure.add_subplot()
         for number, row in enumerate(r for r in ROWS if r in runs):
@@ -229,9 +247,11 @@ def table(options: argparse.Namespace) -> None:
             shown = [f"{statistics.mean(g):+.1f}: {' '.join(f'{x:+.1f}' for x in g)}" if g else "" for g in gaps]
             lr = next(iter(runs[row].values()))["lr"]
             mean = statistics.mean(scores.values())
-            print(f"| {row} | {lr:g} | {mean:.1f} ± {spread:.1f} | {shown[0]} | {shown[1]} |")
+            tuning = [json.loads(p.read_text()) for p in folder.glob(f"{row}-lr*-tuning.json")]
+            val = f"{100 * max(map(val_score, tuning)):.1f}" if tuning else ""
+            print(f"| {row} | {lr:g} | {val} | {mean:.1f} ± {spread:.1f} | {shown[0]} | {shown[1]} |")
             curves = [result["val"] for result in runs[row].values() if "diverged" not in result]
-            if curves:
+            if curves and "_" not in row:
                 rounds = range(1, len(curves[0]) + 1)
                 mean_curve = [100 * statistics.mean(v) for v in zip(*curves, strict=True)]
                 axes.plot(rounds, mean_curve, "-" if number < 10 else "--", label=row)  # there are ten colours
@@ -262,7 +282,8 @@ def main() -> None:
     running.add_argument("--sources", nargs="+", required=True)
     running.add_argument("--name", help="folder of the results, if not the setting's")
     running.add_argument("--data_dir", default="data")
-    running.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    first = [row for row in ROWS if "_" not in row]
+    running.add_argument("--rows", nargs="+", choices=ROWS, default=first)
     running.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     running.add_argument("--lrs", nargs="+", type=float, default=[0.1, 0.2])
     running.add_argument("--tuned_on", help="folder of a setting whose chosen learning rates are taken over")

@@ -92,6 +92,7 @@ def run_one(task: str, variant: dict, seed: int, options: argparse.Namespace) ->
         callbacks=[EMA(0.9999, power=0.75, start=2), rollouts],
         default_root_dir=options.data,
     )
+    data.prepare_data()
     start = time.process_time()
     trainer.fit(policy, data)
     trained = time.process_time() - start
@@ -117,7 +118,9 @@ def run(options: argparse.Namespace) -> None:
                     continue
                 metrics = run_one(task, chosen[name], seed, options)
                 row = {"task": task, "variant": name, "seed": seed, "budget": budget, "options": chosen[name]}
-                row |= {"command": " ".join(["python", *sys.argv]), "metrics": metrics}
+                # where things lie on this machine means nothing elsewhere
+                command = " ".join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv)
+                row |= {"command": command, "metrics": metrics}
                 path.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = path.with_suffix(".part")
                 unfinished.write_text(json.dumps(row, indent=1) + "\n")

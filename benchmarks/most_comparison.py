@@ -27,7 +27,10 @@ VARIANTS: dict[str, list[str]] = {
     "vanilla": [f"{MODEL}.partition", "null"],
     "no_shared": [f"{MODEL}.shared_expert", "false", f"{MODEL}.language_model.moe_intermediate_size", "80"],
 }
-SHOWN = ("wer", "cer", "wer_unseen_speakers", "text_loss", "unit_error", "unit_likelihood_accuracy", "tts_stopped")
+SHOWN = (
+    *("wer", "cer", "wer_unseen_speakers", "text_loss"),
+    *("unit_error", "unit_likelihood_accuracy", "tts_stopped", "tts_wer_own_judge"),
+)
 
 
 def measure(variant: str, seed: int, source: str, epochs: int, data_dir: Path) -> dict:

@@ -191,6 +191,8 @@ def read_metadata(folder: Path) -> Any:
                     torch.load(io.BytesIO(file.read(place.length)), weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} is not safe to read: {_reason(error)}") from None
+    except Exception as error:  # what a broken file makes an unpickler raise has no common kind
+        raise ValueError(f"{path} is broken: {_reason(error) or type(error).__name__}") from None
     return metadata
 
 
@@ -224,8 +226,9 @@ def read_checkpoint(path: Path, keys: Iterable[str] | None = None) -> dict[str, 
         if "GLOBAL" in reason or "Trying to" in reason or "Unsupported class" in reason:
             raise ValueError(f"checkpoint {path} would execute code on load; refused") from None
         raise ValueError(f"checkpoint {path} cannot be read: {reason}") from None
-    except (RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # what a broken file makes an unpickler raise has no common kind
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"checkpoint {path} cannot be read: {reason}") from None
     if not isinstance(content, dict):
         raise ValueError(f"checkpoint {path} holds a {type(content).__name__}, not a checkpoint")
     return content if keys is None else {k: content[k] for k in keys if k in content}
@@ -288,8 +291,14 @@ def consolidate(folder: Path, output: Path | None = None) -> Path:
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.with_name(output.name + ".part")
-    torch.save(checkpoint, unfinished)
-    return unfinished.rename(output)
+    try:
+        torch.save(checkpoint, unfinished)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{output} cannot be written, is the disk full? ({str(error).splitlines()[0]})") from None
+    else:
+        return unfinished.rename(output)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def consolidate_main(args: list[str]) -> None:

@@ -5,7 +5,6 @@ K classes, L monitored layers. What computes lies in `conversion`, `neurons` and
 equations to functions and lists where this differs from the authors' code.
 """
 
-import json
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -30,7 +29,8 @@ from lightning_modules.ann_snn.conversion import (
 )
 from lightning_modules.ann_snn.losses import batch_mean_cka, closed_loop_loss, hsic, layer_weights, linear_cka
 from lightning_modules.ann_snn.source import build, check_data, load_weights
-from lightning_modules.distributed import gather_with_gradient, read_checkpoint, shard
+from lightning_modules.distributed import gather_with_gradient, shard
+from lightning_modules.hub import fill, instantiate, read_config, read_state, write_folder
 
 FORMAT = 1  # of save_pretrained
 
@@ -76,8 +76,9 @@ class AnnSnn(LightningModule):
         memory_optimised: recompute currents and membranes in the backward pass instead of keeping them.
         optimizer: by default Adam with learning rate 1e-5, as in the paper.
         lr_scheduler: stepped after every batch, since fine-tuning takes few epochs; none by default.
-        init_from: a checkpoint of this class whose weights to start from, instead of a conversion; the layer weights
-            are measured anew.
+        init_from: a checkpoint of this class, or a folder of `save_pretrained` or its id on the hub, whose weights to
+            start from, instead of a conversion; the layer weights are measured anew. A folder has no teacher: that is
+            `weights`.
     """
 
     block_types = (nn.Conv2d, nn.Linear)
@@ -209,7 +210,7 @@ class AnnSnn(LightningModule):
                     few = [_image(b).to(device) for b in batches]
                     self._build_empty(list(few[0].shape[1:]))
                 if not self.trainer.ckpt_path:
-                    self.load_weights_from(Path(start))
+                    self.load_weights_from(start)
                     self.to(device)
                     self.layer_weights = self._measure_all_weights(few)
             else:
@@ -226,13 +227,15 @@ class AnnSnn(LightningModule):
             raise ValueError("AnnSnn needs calibration images: use a data module, or call convert_with(batches) first")
         return data.calibration_dataloader() if hasattr(data, "calibration_dataloader") else data.train_dataloader()
 
-    def load_weights_from(self, checkpoint: Path) -> None:
-        """Take the weights of a checkpoint of this class, and nothing else of it."""
-        state = read_checkpoint(checkpoint).get("state_dict", {})
-        try:
-            self.load_state_dict(state | {"layer_weights": self.layer_weights})  # those may be of other T
-        except RuntimeError as error:
-            raise ValueError(f"init_from {checkpoint} does not fit: {' '.join(str(error).split())}") from None
+    def load_weights_from(self, source: str | Path) -> None:
+        """Take weights from `source` (see `init_from`), and nothing else of it."""
+        state = read_state(source)
+        if "layer_weights" not in state:  # of the student alone
+            assert self.student is not None and self.teacher is not None
+            self.teacher.load_state_dict(self.build_source().state_dict())
+            fill(self.student, state, f"init_from {source}")
+        else:
+            fill(self, state | {"layer_weights": self.layer_weights}, f"init_from {source}")  # those may be of other T
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the size of the images, from which the structure can be rebuilt."""
@@ -352,23 +355,15 @@ class AnnSnn(LightningModule):
     # --------------------------------------------------------------------------------------------- reuse
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the spiking network as `model.safetensors` and `config.json`; the teacher is not kept."""
-        from safetensors.torch import save_file
-
+        """Write the spiking network as `model.safetensors`, `config.json` and a model card; the teacher is not kept."""
         assert self.student is not None and self.input_shape is not None, "not converted yet"
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         config = {
-            "format": FORMAT,
-            "class": "AnnSnn",
             "input_shape": self.input_shape,
             "time_steps": self.time_steps,
             **{k: self.hparams[k] for k in ("network", "network_args", "conversion")},
             **{k: v for k, v in self._conversion_settings().items() if k != "mode"},
         }
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        state = {k: v.detach().cpu().contiguous() for k, v in self.student.state_dict().items()}
-        save_file(state, folder / "model.safetensors")
+        write_folder(folder, AnnSnn, FORMAT, config, self.student.state_dict())
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "AnnSnn":
@@ -378,16 +373,12 @@ class AnnSnn(LightningModule):
             FileNotFoundError: if there is no such folder and it cannot be downloaded.
             ValueError: if the folder was written by another class or a newer version.
         """
-        from safetensors.torch import load_file
-
-        from lightning_modules.hub import read_config
-
         folder, config = read_config(source, "AnnSnn", FORMAT)
-        input_shape = config.pop("input_shape")
-        module = cls(weights=None, **config)
+        input_shape = config.pop("input_shape", None)
+        module = instantiate(cls, config | {"weights": None}, folder)
         module._build_empty(input_shape)
         assert module.student is not None
-        module.student.load_state_dict(load_file(folder / "model.safetensors"))
+        fill(module.student, read_state(folder), folder)
         return module.eval()
 
 

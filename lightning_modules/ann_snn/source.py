@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_modules.distributed import read_checkpoint
+from lightning_modules.hub import fill, read_tensors
+
 SHIPPED = Path(__file__).parent / "weights"
 
 
@@ -53,12 +56,8 @@ def load_weights(network: nn.Module, weights: str) -> None:
     if (SHIPPED / f"{weights}.safetensors").is_file():
         path = SHIPPED / f"{weights}.safetensors"
     if path.suffix == ".safetensors" and path.is_file():
-        from safetensors.torch import load_file
-
-        state: dict[str, Any] = load_file(path)
+        state: dict[str, Any] = read_tensors(path)
     elif path.is_file():
-        from lightning_modules.distributed import read_checkpoint
-
         state = read_checkpoint(path)
         state = state.get("state_dict", state)
     elif "_Weights." in weights:
@@ -78,11 +77,7 @@ def load_weights(network: nn.Module, weights: str) -> None:
             f"weights {weights!r} are no file, not shipped (shipped: {shipped}) and no torchvision weights"
         )
     fitting = _fit_names(state, set(network.state_dict()))
-    try:
-        network.load_state_dict(fitting)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"weights {weights!r} do not fit {type(network).__name__}: {reason}") from None
+    fill(network, fitting, f"weights {weights!r}")
 
 
 @torch.no_grad()

@@ -7,17 +7,15 @@
 Needs no Lightning. Axes: b contexts, f frames, p image positions, t steps of a chunk, a numbers of an action.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightning_modules.hub import read_config
+from lightning_modules.hub import fetch, fill, instantiate, read_config, read_state, write_folder
 
 from .networks import (
     ActionDecoder,
@@ -29,7 +27,7 @@ from .networks import (
     sample_actions,
 )
 from .sampler import context_noise
-from .video_model import ClipText, VideoModel
+from .video_model import FILES, ClipText, VideoModel
 
 FORMAT = 1
 FEATURES, ACTIONS = 3, 4  # what noise is for, as in `diffusion`
@@ -194,12 +192,11 @@ class ActionModel(nn.Module):
 
     def save(self, folder: str | Path) -> None:
         """Write the folder; see the top of this file."""
-        folder = Path(folder)
-        self.video.save(folder / "video")
-        state = {k: v.detach().cpu().contiguous() for k, v in self.state_dict().items() if not k.startswith("video.")}
-        save_file(state, folder / "model.safetensors")
-        config = {"format": FORMAT, "class": "VideoPolicy", **asdict(self.config)}
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        from .policy import VideoPolicy
+
+        self.video.save(Path(folder) / "video")
+        head = {k: v for k, v in self.state_dict().items() if not k.startswith("video.")}
+        write_folder(folder, VideoPolicy, FORMAT, asdict(self.config), head)
 
     @classmethod
     def load(cls, source: str | Path) -> "ActionModel":
@@ -209,10 +206,12 @@ class ActionModel(nn.Module):
             FileNotFoundError: If there is no such folder and it cannot be downloaded.
             ValueError: If the files are of another class or a newer version.
         """
-        folder, config = read_config(source, "VideoPolicy", FORMAT)
-        model = cls(VideoModel.load(folder / "video"), ActionConfig(**config | {"blocks": tuple(config["blocks"])}))
-        head = load_file(folder / "model.safetensors")
-        model.load_state_dict(head | {f"video.{k}": v for k, v in model.video.state_dict().items()})
+        folder, config = read_config(
+            fetch(source, ("*.json", "model.safetensors", *(f"video/{x}" for x in FILES))), "VideoPolicy", FORMAT
+        )
+        sizes = instantiate(ActionConfig, config | {"blocks": tuple(config.get("blocks", ()))}, folder)
+        model = cls(VideoModel.load(folder / "video"), sizes)
+        fill(model, read_state(folder) | {f"video.{k}": v for k, v in model.video.state_dict().items()}, folder)
         return model.eval()
 
 

@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightning_modules.distributed import log_means, read_checkpoint, shard
+from lightning_modules.hub import FILES, fetch, new_folder, write_card
 
 from .metrics import psnr, ssim
 from .networks import SMALL_AUTOENCODER, decode, encode, video_autoencoder
@@ -144,18 +145,21 @@ class LatentVideoAutoencoder(LightningModule):
         self.autoencoder.register_to_config(scaling_factor=self.config["scaling_factor"])
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write diffusers' folder: `vae/config.json` and `vae/*.safetensors`.
+        """Write diffusers' folder, `vae/config.json` and `vae/*.safetensors`, and a model card.
 
         Args:
             folder: Made if need be.
             dtype: Type of the weights in the file, such as `torch.bfloat16`.
         """
         assert self.autoencoder is not None, "call configure_model() first"
-        copy.deepcopy(self.autoencoder).to(dtype).save_pretrained(Path(folder) / "vae")
+        with new_folder(folder) as unfinished:
+            copy.deepcopy(self.autoencoder).to(dtype).save_pretrained(unfinished / "vae")
+            numbers = sum(p.numel() for p in self.autoencoder.parameters())
+            write_card(unfinished, Path(folder), LatentVideoAutoencoder, numbers)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "LatentVideoAutoencoder":
-        """Read a folder that has diffusers' `vae/`.
+        """Read a folder that has diffusers' `vae/`, or its id on the hub.
 
         Raises:
             FileNotFoundError: If it has none.
@@ -172,8 +176,8 @@ def read_autoencoder(source: str | Path) -> tuple[dict[str, Any], dict[str, Tens
     """Arguments and weights of an autoencoder.
 
     Args:
-        source: A checkpoint of `LatentVideoAutoencoder`, a folder with diffusers' `vae/`, or a name of
-            `video_model.located`.
+        source: A checkpoint of `LatentVideoAutoencoder`, a folder with diffusers' `vae/` or its id on the hub, or a
+            name of `video_model.located`.
 
     Raises:
         FileNotFoundError: If there is neither.
@@ -182,7 +186,8 @@ def read_autoencoder(source: str | Path) -> tuple[dict[str, Any], dict[str, Tens
     from .video_model import from_folder, located, plain
 
     path = located(source)
-    if path.is_dir() and not (path / ".metadata").is_file():
+    if path.suffix not in FILES and not (path / ".metadata").is_file():
+        path = fetch(path, ("vae/*.json", "vae/*.safetensors"))
         if not (path / "vae" / "config.json").is_file():
             raise FileNotFoundError(f"{path} has no vae/config.json: it holds no autoencoder")
         network = from_folder(AutoencoderKLTemporalDecoder, path / "vae")

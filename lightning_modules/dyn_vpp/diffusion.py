@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_modules.distributed import log_means, read_checkpoint, shard
+from lightning_modules.hub import FILES, fill, read_state
 
 from .autoencoder import read_autoencoder
 from .lora import merge
@@ -80,8 +81,8 @@ class VideoDiffusion(LightningModule):
         optimizer: By default AdamW, learning rate 1e-4, no weight decay.
         lr_scheduler: Stepped once per optimiser step; none by default.
         init_from: What to start from: a folder of `save_pretrained`, a folder with diffusers' `unet/` and `vae/` such
-            as Stable Video Diffusion, a checkpoint of this class, or "metaworld" for the base that comes with the
-            package. It brings its own autoencoder.
+            as Stable Video Diffusion, the id of either on the hub, a checkpoint of this class, or "metaworld" for the
+            base that comes with the package. It brings its own autoencoder.
         seed: Of all noise.
         networks: What the networks are built from, see `VideoModel.parts`. Checkpoints keep it, so that
             `load_from_checkpoint` needs no other file; leave it out.
@@ -359,7 +360,11 @@ class VideoDiffusion(LightningModule):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **options: Any) -> "VideoDiffusion":
-        """Read a folder that `save_pretrained` wrote; `options` are arguments of the class, such as the sampler's.
+        """Read a folder that `save_pretrained` wrote, or its id on the hub.
+
+        Args:
+            folder: Which.
+            options: Arguments of the class, such as the sampler's.
 
         Raises:
             FileNotFoundError: If a part is missing.
@@ -382,8 +387,8 @@ def read_model(source: str | Path, text: dict[str, Any] | None = None) -> VideoM
     """A video model with its weights.
 
     Args:
-        source: A folder (see `video_model`), a checkpoint of `VideoDiffusion` or `DynVPP`, or a name of
-            `video_model.located`.
+        source: A folder (see `video_model`) or its id on the hub, a checkpoint of `VideoDiffusion` or `DynVPP`, or a
+            name of `video_model.located`.
         text: Settings for a folder that has none.
 
     Raises:
@@ -391,11 +396,9 @@ def read_model(source: str | Path, text: dict[str, Any] | None = None) -> VideoM
         ValueError: If the checkpoint is of another class, or sharded.
     """
     path = located(source)
-    if (path / ".metadata").is_file():
-        raise ValueError(f"{path} is a sharded checkpoint: join it with `fulgurite consolidate` first")
-    if path.is_dir():
+    if path.suffix not in FILES and not (path / ".metadata").is_file():
         return VideoModel.load(path, text)
+    state = read_state(path)
     model = VideoModel(**_parts(path))
-    state = read_checkpoint(path)["state_dict"]
-    model.load_state_dict(merge({k.removeprefix("model."): v for k, v in state.items()}))
+    fill(model, merge({k.removeprefix("model."): v for k, v in state.items()}), path)
     return model

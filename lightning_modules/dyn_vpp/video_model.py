@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLTemporalDecoder, UNetSpatioTemporalConditionModel
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_modules.dyn_vpp.lora import merge
@@ -30,8 +31,10 @@ from lightning_modules.dyn_vpp.networks import (
     video_autoencoder,
     video_unet,
 )
+from lightning_modules.hub import fetch, fill, instantiate, new_folder, read_config, read_tensors, write_card
 
 FORMAT = 1  # of save
+FILES = ("config.json", "unet/*.json", "unet/*.safetensors", "vae/*.json", "vae/*.safetensors", "text/*.safetensors")
 SHIPPED = Path(__file__).parent / "weights"
 
 
@@ -207,54 +210,54 @@ class VideoModel(nn.Module):
             folder: Made if need be.
             dtype: Type of the weights in the files; they are read back as float32.
         """
-        folder = Path(folder)
+        from lightning_modules.dyn_vpp.diffusion import VideoDiffusion
+
         unet = video_unet(self.config["unet"])
         unet.load_state_dict(merge(self.unet.state_dict()))
-        for name, network in (("unet", unet), ("vae", copy.deepcopy(self.autoencoder))):
-            network.to(dtype).save_pretrained(folder / name)
-        if isinstance(self.text, TokenTable):
-            (folder / "text").mkdir(exist_ok=True)
-            state = {k: v.detach().cpu().contiguous().to(dtype) for k, v in self.text.state_dict().items()}
-            save_file(state, folder / "text" / "model.safetensors")
         own = {k: self.config[k] for k in ("text", "fps", "guidance")}
-        (folder / "config.json").write_text(
-            json.dumps({"format": FORMAT, "class": "VideoModel", **own}, indent=1) + "\n"
-        )
+        with new_folder(folder) as unfinished:
+            for name, network in (("unet", unet), ("vae", copy.deepcopy(self.autoencoder))):
+                network.to(dtype).save_pretrained(unfinished / name)
+            if isinstance(self.text, TokenTable):
+                (unfinished / "text").mkdir()
+                state = {k: v.detach().cpu().contiguous().to(dtype) for k, v in self.text.state_dict().items()}
+                save_file(state, unfinished / "text" / "model.safetensors")
+            described = {"format": FORMAT, "class": "VideoModel", **own}
+            (unfinished / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+            write_card(unfinished, Path(folder), VideoDiffusion, sum(p.numel() for p in self.parameters()))
 
     @classmethod
     def load(cls, folder: str | Path, text: dict[str, Any] | None = None) -> "VideoModel":
         """Read a folder: one of ours, or one with diffusers' `unet/` and `vae/`; on the meta device, its layout alone.
 
         Args:
-            folder: Where it is.
+            folder: Where it is, or its id on the Hugging Face hub.
             text: Settings for a folder that has none of ours; its token table then starts untrained.
 
         Raises:
             FileNotFoundError: If a part is missing.
             ValueError: If it is newer than this version, or has no text settings and none are given.
         """
-        folder = Path(folder)
+        folder = fetch(folder, FILES)
         if missing := [name for name in ("unet", "vae") if not (folder / name / "config.json").is_file()]:
             raise FileNotFoundError(f"{folder} has no {missing[0]}/config.json: it is no folder of a video model")
         own: dict[str, Any] = {}
         if (folder / "config.json").is_file():
-            own = json.loads((folder / "config.json").read_text())
-            if own.pop("format", 0) > FORMAT:
-                raise ValueError(f"{folder} was written by a newer version: upgrade fulgurite")
-            own.pop("class", None)
+            _, own = read_config(folder, "VideoModel", FORMAT)
         elif text is None:
             raise ValueError(f"{folder} does not say how text is read: set text_encoder")
         else:
             own = {"text": text}
         unet = from_folder(UNetSpatioTemporalConditionModel, folder / "unet")
         autoencoder = from_folder(AutoencoderKLTemporalDecoder, folder / "vae")
-        model = cls(unet=plain(unet.config), autoencoder=plain(autoencoder.config), **own)
+        parts = {"unet": plain(unet.config), "autoencoder": plain(autoencoder.config), **own}
+        model = instantiate(cls, parts, folder)
         if torch.get_default_device().type == "meta":
             return model
-        model.unet.load_state_dict(unet.state_dict())
-        model.autoencoder.load_state_dict(autoencoder.state_dict())
+        fill(model.unet, unet.state_dict(), folder / "unet")
+        fill(model.autoencoder, autoencoder.state_dict(), folder / "vae")
         if (path := folder / "text" / "model.safetensors").is_file():
-            model.text.load_state_dict(load_file(path))
+            fill(model.text, read_tensors(path), path)
         return model
 
 
@@ -262,7 +265,14 @@ def from_folder(kind: type[Any], folder: Path) -> Any:
     """A network of diffusers from its folder, in float32; on the meta device, where nothing can be read, its layout."""
     if torch.get_default_device().type == "meta":
         return kind.from_config(kind.load_config(folder))
-    return kind.from_pretrained(folder, use_safetensors=True, torch_dtype=torch.float32)
+    reading = {"use_safetensors": True, "torch_dtype": torch.float32, "low_cpu_mem_usage": False}
+    try:
+        network, found = kind.from_pretrained(folder, output_loading_info=True, **reading)
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{folder} cannot be read: {' '.join(str(error).split())[:300]}") from None
+    if found["missing_keys"]:  # which diffusers would leave at random values
+        raise ValueError(f"{folder} lacks {len(found['missing_keys'])} tensors, such as {found['missing_keys'][0]}")
+    return network
 
 
 def plain(config: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """FedHPro and its baselines as a LightningModule: one epoch is one round."""
 
 import copy
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,15 +12,14 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.strategies import FSDPStrategy
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightning_modules.distributed import read_checkpoint, shard
+from lightning_modules.distributed import shard
 from lightning_modules.fedhpro.averaging import alike, assign, flatten, local_state, step_towards
 from lightning_modules.fedhpro.clients import Client, ClientReport, LocalTraining, train_client, train_together
 from lightning_modules.fedhpro.network import build_network
 from lightning_modules.fedhpro.strategies import HyperPrototypes, build_strategy, head_of, strategy_class
-from lightning_modules.hub import read_config
+from lightning_modules.hub import fill, instantiate, read_config, read_state, without, write_folder
 
 FORMAT = 1  # of what save_pretrained writes
 
@@ -134,7 +132,7 @@ class FedHPro(LightningModule):
             classifier: Any = self.network.classifier
             self.strategy.build(h["num_classes"], classifier.in_features)
             if h["init_from"] and self._trainer is not None and self.trainer.ckpt_path is None:
-                _load_network(self.network, Path(h["init_from"]))
+                fill(self.network, without("network.", read_state(h["init_from"])), f"init_from {h['init_from']}")
         if not self._scratch:
             self._refuse(any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.network.modules()))
             self._scratch.append(copy.deepcopy(self.network))
@@ -382,15 +380,10 @@ class FedHPro(LightningModule):
     # ------------------------------------------------------------------------------------------- checkpoints
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the global model: `model.safetensors` (network and the strategy's server state) and `config.json`."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}
-        save_file(state, folder / "model.safetensors")
-        config = {"class": "FedHPro", "format": FORMAT}
+        """Write the global model: network and the strategy's server state, `config.json`, a model card."""
         # neither the optimisers, which are functions, nor what LightningCLI adds
-        config |= {k: v for k, v in self.hparams.items() if not k.startswith("_") and not k.endswith("_optimizer")}
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        config = {k: v for k, v in self.hparams.items() if not k.startswith("_") and not k.endswith("_optimizer")}
+        write_folder(folder, FedHPro, FORMAT, config, self.state_dict())
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "FedHPro":
@@ -404,9 +397,9 @@ class FedHPro(LightningModule):
             ValueError: if another class or a newer version wrote it.
         """
         folder, config = read_config(source, "FedHPro", FORMAT)
-        model = cls(**config)
+        model = instantiate(cls, config, folder)
         model.configure_model()
-        model.load_state_dict(load_file(folder / "model.safetensors"))
+        fill(model, read_state(folder), folder)
         return model.eval()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -428,18 +421,6 @@ class FedHPro(LightningModule):
             if stored[name] != self.hparams[name]:
                 raise ValueError(f"the checkpoint has {name} {stored[name]}, this run {self.hparams[name]}")
         self.strategy.client_states = checkpoint["client_states"]
-
-
-def _load_network(network: nn.Module, path: Path) -> None:
-    """Weights of a checkpoint's or pretrained folder's global model."""
-    if (path / "model.safetensors").is_file():
-        state = load_file(path / "model.safetensors")
-    else:
-        state = read_checkpoint(path, ["state_dict"])["state_dict"]
-    try:
-        network.load_state_dict({k.removeprefix("network."): v for k, v in state.items() if k.startswith("network.")})
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit the network: {str(error).splitlines()[-1].strip()}") from None
 
 
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

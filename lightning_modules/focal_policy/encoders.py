@@ -57,19 +57,33 @@ class PointEncoder(nn.Module):
         return points.take_along_dim(reaches.topk(k, dim=-1).indices[..., None], dim=-2)
 
 
+def check_crop(crop: int) -> None:
+    """Refuse crops of which ResNet-18, which divides a side by 32, leaves one place: soft-arg-max finds nothing there.
+
+    Raises:
+        ValueError: Naming the crop.
+    """
+    if crop <= 32:
+        raise ValueError(f"image_crop {crop} must be at least 33, better 64: ResNet-18 sees a smaller one as one point")
+
+
 class ImageEncoder(nn.Module):
     """ResNet-18 with group normalisation on a crop, then spatial soft-arg-max over 32 channels, to `features` numbers.
 
     Args:
         features: Size of the output.
-        crop: Side of the square crop in pixels: at a given corner in training, in the centre otherwise.
+        crop: Side of the square crop in pixels, above 32: at a given corner in training, in the centre otherwise.
 
     Shapes:
         images `(..., h, w, 3)` uint8, with `h, w >= crop`; corner `(..., 2)` in [0, 1) -> `(..., features)`.
+
+    Raises:
+        ValueError: If the crop is too small to tell where anything is.
     """
 
     def __init__(self, features: int = 64, crop: int = 76):
         super().__init__()
+        check_crop(crop)
         self.crop = crop
         net = resnet18(norm_layer=lambda channels: nn.GroupNorm(channels // 16, channels))
         self.backbone = nn.Sequential(*list(net.children())[:-2])
@@ -80,7 +94,9 @@ class ImageEncoder(nn.Module):
         """Feature of each image; `corner` places the crop as a fraction of the free space (rows, columns)."""
         *lead, height, width, _ = image.shape
         if min(height, width) < self.crop:
-            raise ValueError(f"images of {height}x{width} pixels are smaller than image_crop ({self.crop})")
+            raise ValueError(
+                f"images of {height}x{width} pixels are smaller than the crop of {self.crop}: lower model.image_crop"
+            )
         image = image.reshape(-1, height, width, 3)
         free = torch.tensor([height - self.crop + 1, width - self.crop + 1], device=image.device)
         centre = ((free - 1) // 2).expand(len(image), 2)

@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightning_modules.distributed import read_checkpoint, shard
+from lightning_modules.hub import fill, read_state, without
 
 from .encoders import ImageEncoder, PointEncoder
 from .losses import (
@@ -204,22 +205,11 @@ class FocalPolicy(LightningModule):
                 raise ValueError(f"without demonstrations FocalPolicy needs to be told {', '.join(missing)}")
             self.network = PolicyNetwork(self._config(**sizes))
             if self.hparams["init_from"] and self._trainer is not None and self.trainer.ckpt_path is None:
-                self._start_from(self.hparams["init_from"])
+                source = self.hparams["init_from"]
+                fill(self.network, without("network.", read_state(source)), f"init_from {source}")
         # What is called is sharded: the encoder and the U-Net, not the module that joins them.
         shard(self.network.obs_encoder, self.block_types, self.device_mesh)
         shard(self.network.model, self.block_types, self.device_mesh)
-
-    def _start_from(self, source: str) -> None:
-        assert self.network is not None
-        if Path(source).is_dir() and (Path(source) / "config.json").is_file():
-            state = load_pretrained(source).state_dict()
-        else:
-            stored = read_checkpoint(Path(source)).get("state_dict", {})
-            state = {k.removeprefix("network."): v for k, v in stored.items()}
-        try:
-            self.network.load_state_dict(state)
-        except RuntimeError as error:
-            raise ValueError(f"init_from {source} does not fit: {' '.join(str(error).split())}") from None
 
     def on_fit_start(self) -> None:
         """Fit the normaliser, unless it came with the weights."""

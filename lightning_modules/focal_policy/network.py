@@ -23,8 +23,6 @@ class SinusoidalEmbedding(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        if dim < 4 or dim % 2:
-            raise ValueError(f"time_features is {dim}: it must be an even number of at least 4")
         self.dim = dim
 
     def forward(self, timestep: Tensor) -> Tensor:
@@ -122,6 +120,24 @@ class Upsample(nn.Module):
         return self.conv(x)
 
 
+def check_unet(widths: Sequence[int], time_features: int, kernel_size: int, groups: int) -> None:
+    """Refuse sizes that `ConditionalUnet1d` cannot be built with, without building it.
+
+    Raises:
+        ValueError: Naming the size.
+    """
+    if groups < 1:
+        raise ValueError(f"groups {groups} must be at least 1")
+    if not widths or any(width < 1 or width % groups for width in widths) or widths[0] % 8:
+        raise ValueError(
+            f"widths {list(widths)} must be one or more multiples of groups ({groups}), the first also of 8"
+        )
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size {kernel_size} must be odd: no other kernel keeps the length of the window")
+    if time_features < 4 or time_features % 2:
+        raise ValueError(f"time_features {time_features} must be an even number of at least 4")
+
+
 class ConditionalUnet1d(nn.Module):
     """Velocity `v(x, t, condition)` of an action window.
 
@@ -143,7 +159,8 @@ class ConditionalUnet1d(nn.Module):
         `l` must be a multiple of `2^(len(widths) - 1)`.
 
     Raises:
-        ValueError: If a width is no multiple of `groups`, the first none of 8, or the kernel is even.
+        ValueError: If there is no width, one is no multiple of `groups` or the first none of 8, or if the kernel is
+            even, or the time embedding odd.
     """
 
     def __init__(
@@ -156,10 +173,7 @@ class ConditionalUnet1d(nn.Module):
         groups: int = 8,
     ):
         super().__init__()
-        if any(width % groups for width in widths) or widths[0] % 8:
-            raise ValueError(f"widths {list(widths)} must be multiples of groups ({groups}), the first also of 8")
-        if kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size is {kernel_size}: only odd kernels keep the length of the window")
+        check_unet(widths, time_features, kernel_size, groups)
         self.length_multiple = 2 ** (len(widths) - 1)
         g = time_features + condition_dim
 

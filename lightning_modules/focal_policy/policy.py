@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .encoders import ObservationEncoder
-from .network import ConditionalUnet1d
+from .encoders import ObservationEncoder, check_crop
+from .network import ConditionalUnet1d, check_unet
 from .normalizer import Normalizer
 
 TIME_SCALE = 99.0
@@ -25,7 +25,7 @@ class PolicyConfig:
         action_dim: Dimensions of an action.
         state_dim: Size of the state; 0 for none.
         point_channels: Numbers per point, 3 or 6; 0 for no point cloud.
-        image_crop: Side of the image crop in pixels; 0 for no image.
+        image_crop: Side of the image crop in pixels, above 32; 0 for no image.
         horizon: Steps of the predicted window, chunks times steps a chunk.
         action_steps: Steps of a window that are executed before the next observation.
         history: Observation steps.
@@ -37,10 +37,10 @@ class PolicyConfig:
         state_features: Hidden and output size of the state encoder.
         image_features: Output of the image encoder.
         inference_steps: Network calls per window.
-        eps: Flow time at which inference starts.
+        eps: Flow time at which inference starts, in [0, 1).
 
     Raises:
-        ValueError: If the executed slice does not fit into the window.
+        ValueError: If a size is out of range, or the executed slice does not fit into the window.
     """
 
     action_dim: int = 4
@@ -61,6 +61,16 @@ class PolicyConfig:
     eps: float = 0.01
 
     def __post_init__(self) -> None:
+        least = {"action_dim": 1, "action_steps": 1, "history": 1, "inference_steps": 1, "state_dim": 0}
+        least |= {"point_channels": 0, "point_features": 1, "state_features": 1, "image_features": 1}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least {low}")
+        if not 0 <= self.eps < 1:
+            raise ValueError(f"eps {self.eps} is outside [0, 1): it is the flow time at which inference starts")
+        if self.image_crop:
+            check_crop(self.image_crop)
+        check_unet(self.widths, self.time_features, self.kernel_size, self.groups)
         needed = self.history - 1 + self.action_steps
         if needed > self.horizon:
             raise ValueError(

@@ -1,16 +1,14 @@
 """A trained policy that a robot loop or a Gymnasium loop can call, and its files. Needs no Lightning."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_modules.hub import read_config
+from lightning_modules.hub import fill, instantiate, read_config, read_state, write_folder
 
 from .policy import PolicyConfig, PolicyNetwork
 
@@ -119,13 +117,10 @@ class RolloutPolicy:
 
 
 def save_pretrained(network: PolicyNetwork, folder: str | Path) -> None:
-    """Write a policy as `config.json` and `model.safetensors`."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {"format": FORMAT, "class": "FocalPolicy", **asdict(network.config)}
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in network.state_dict().items()}
-    save_file({name: x.detach().cpu().contiguous() for name, x in whole.items()}, folder / "model.safetensors")
+    """Write a policy as `config.json`, `model.safetensors` and a model card."""
+    from lightning_modules.focal_policy.module import FocalPolicy
+
+    write_folder(folder, FocalPolicy, FORMAT, asdict(network.config), network.state_dict())
 
 
 def load_pretrained(source: str | Path) -> PolicyNetwork:
@@ -136,6 +131,7 @@ def load_pretrained(source: str | Path) -> PolicyNetwork:
         ValueError: If the files are of another class or a newer version.
     """
     folder, config = read_config(source, "FocalPolicy", FORMAT)
-    network = PolicyNetwork(PolicyConfig(**config | {"widths": tuple(config["widths"])}))
-    network.load_state_dict(load_file(folder / "model.safetensors"))
+    sizes = config | {"widths": tuple(config.get("widths", ()))}
+    network = PolicyNetwork(instantiate(PolicyConfig, sizes, folder))
+    fill(network, read_state(folder), folder)
     return network

@@ -9,8 +9,11 @@ import re
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
+
+from lightning_modules.distributed import read_checkpoint
+from lightning_modules.hub import read_tensors
 
 _PREFIX = re.compile(r"^(tfm\.)?(module\.)?")
 _BACKBONE_BLOCK = re.compile(r"^(transformer_encoder\.layers\.\d+)\.(feature_attentions|sequence_attentions)\.")
@@ -48,11 +51,11 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     if path.suffix == ".safetensors":
-        return to_published_names(load_file(path))
+        return to_published_names(read_tensors(path))
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        if "weights_only" not in str(error).lower():
+        content = read_checkpoint(path)
+    except ValueError as error:
+        if "execute code" not in str(error):
             raise
         raise ValueError(
             f"{path} holds pickled objects that run code when loaded; if you trust its source, convert it once with "

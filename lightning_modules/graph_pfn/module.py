@@ -5,7 +5,6 @@
 paper to functions and lists deviations.
 """
 
-import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_modules.distributed import log_means, read_checkpoint, shard
+from lightning_modules.distributed import log_means, shard
 from lightning_modules.graph_pfn.adapter import EdgeHead
 from lightning_modules.graph_pfn.checkpoints import read_weights
 from lightning_modules.graph_pfn.inference import Ensemble, draw_members, episode, predict, view
@@ -34,6 +33,7 @@ from lightning_modules.graph_pfn.losses import (
 )
 from lightning_modules.graph_pfn.network import AdaptedBlock, PublishedConfig, PublishedNetwork
 from lightning_modules.graph_pfn.small import SmallBlock, SmallConfig, SmallNetwork, Surroundings
+from lightning_modules.hub import FILES, fetch, fill, instantiate, read_config, read_state, without, write_folder
 
 FORMAT = 1  # of save_pretrained
 SHIPPED = Path(__file__).parent / "tiny"
@@ -151,15 +151,11 @@ class GraphPFN(LightningModule):
         state: dict[str, Tensor] = {}
         for part in [source] if isinstance(source, str) else source:
             path = SHIPPED if part == "tiny" else Path(part)
-            if path.is_dir():
-                path = path / "model.safetensors"
-            if not path.is_file():
-                raise FileNotFoundError(f"init_from {part}: there is no file {path}")
-            if path.suffix == ".ckpt" and isinstance(source, str):
-                saved = read_checkpoint(path, ["state_dict"])["state_dict"]
-                state |= {k.removeprefix("network."): v for k, v in saved.items() if k.startswith("network.")}
+            if path.suffix == ".ckpt" and isinstance(source, str):  # one of ours; a published one is a part of a list
+                state |= without("network.", read_state(path))
             else:
-                state |= read_weights(path)
+                published = path.is_file() or path.suffix in FILES
+                state |= read_weights(path if published else fetch(path) / "model.safetensors")
         own = self.network.state_dict()
         state = {k: v for k, v in state.items() if not k.startswith("edge_head.")}
         strange = [k for k in state if k not in own or own[k].shape != state[k].shape]
@@ -408,20 +404,10 @@ class GraphPFN(LightningModule):
     # ----------------------------------------------------------------------------------------------- reuse
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the network as `model.safetensors` and `config.json`."""
-        from safetensors.torch import save_file
-
+        """Write the network as `model.safetensors`, `config.json` and a model card."""
         self.configure_model()
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        config = {
-            "format": FORMAT,
-            "class": "GraphPFN",
-            **{k: self.hparams[k] for k in ("layout", "sizes", "ensemble")},
-        }
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        state = {k: v.detach().cpu().contiguous() for k, v in self.network.state_dict().items()}
-        save_file(state, folder / "model.safetensors")
+        config = {k: self.hparams[k] for k in ("layout", "sizes", "ensemble")}
+        write_folder(folder, GraphPFN, FORMAT, config, self.network.state_dict())
 
     @classmethod
     def from_pretrained(cls, source: str | Path = "tiny") -> "GraphPFN":
@@ -431,12 +417,10 @@ class GraphPFN(LightningModule):
             FileNotFoundError: there is no such folder and it cannot be downloaded.
             ValueError: the folder was written by another class or a newer version.
         """
-        from lightning_modules.hub import read_config
-
         folder, config = read_config(SHIPPED if str(source) == "tiny" else source, "GraphPFN", FORMAT)
-        module = cls(**config)
+        module = instantiate(cls, config, folder)
         module.configure_model()
-        module.load_weights_from(str(folder))
+        fill(module.network, read_state(folder), folder)
         return module.eval()
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
-from safetensors.torch import load_model, save_model
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
@@ -16,6 +15,7 @@ from torchmetrics.text import CharErrorRate, WordErrorRate
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_modules.distributed import gather_with_gradient, shard
+from lightning_modules.hub import fill, instantiate, read_config, read_state, write_folder
 from lightning_modules.most.balance import (
     BalanceForm,
     SegmentLoad,
@@ -41,7 +41,7 @@ from lightning_modules.most.prompts import (
 from lightning_modules.most.units import Units, deduplicate
 from lightning_modules.most.vocoder import DurationPredictor, MelLoss, UnitVocoder, duration_loss
 
-FORMAT_VERSION = 1
+FORMAT = 1
 SCORES = {
     "loss": MeanMetric,
     "text_loss": MeanMetric,
@@ -56,6 +56,18 @@ SCORES = {
     "tts_wer": WordErrorRate,
 }
 SPOKEN = ("tts", "qa_speech", "interleaved")  # tasks whose sequences hold unit tokens
+
+
+class Frames(NamedTuple):
+    """What an encoder made of b utterances.
+
+    Attributes:
+        frames: float32 [b, l, f].
+        count: int64 [b], frames of each.
+    """
+
+    frames: Tensor
+    count: Tensor  # type: ignore[assignment] # instead of tuple's method
 
 
 class Responses(NamedTuple):
@@ -112,7 +124,7 @@ class MoST(LightningModule):
         gradient_checkpointing: recompute activations in the backward pass.
         optimizer: by default AdamW with learning rate 5e-5, betas (0.9, 0.95) and weight decay 0.01.
         warmup_steps: steps of linear warm-up; then the learning rate falls to 0 along a cosine.
-        init_from: checkpoint or folder from `save_pretrained` whose weights are the starting point.
+        init_from: checkpoint, or folder from `save_pretrained` or its id on the hub, whose weights are the start.
         architecture: filled in by checkpoints, so that they can be loaded without other files; leave it null.
 
     Attributes:
@@ -236,48 +248,29 @@ class MoST(LightningModule):
             "encoder": self.encoder.description,
         }
         if self.init_from is not None and not (self._trainer and self.trainer.ckpt_path):  # which brings all weights
-            self._load_weights(Path(self.init_from))
+            fill(self, read_state(self.init_from), f"init_from {self.init_from}")
         shard(self.network, {type(layer) for layer in language_model.model.layers}, self.device_mesh)
         for part in (self.vocoder, self.durations, self.discriminators):
             if part is not None:
                 shard(part, (), self.device_mesh)
 
-    def _load_weights(self, path: Path) -> None:
-        """Weights only, from a folder of `save_pretrained` or a checkpoint."""
-        if not path.exists():
-            raise FileNotFoundError(f"init_from {path} does not exist")
-        if path.is_dir():
-            load_model(self, path / "model.safetensors")
-        else:
-            self.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
-
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `model.safetensors` and `config.json` (options, language model, tokenizer) into a folder."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_model(self, str(folder / "model.safetensors"))
+        """Write `model.safetensors`, `config.json` (options, language model, tokenizer) and a model card."""
         options = {k: v for k, v in self.hparams.items() if not k.startswith("_")}
-        content = {"format_version": FORMAT_VERSION, "class": "MoST", "options": options}
-        (folder / "config.json").write_text(json.dumps(content, indent=1))
+        write_folder(folder, MoST, FORMAT, options, self.state_dict())
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "MoST":
         """Read what `save_pretrained` wrote, from a folder or a hub id.
 
         Raises:
-            ValueError: if the files are of another format version.
+            FileNotFoundError: if there is no such folder and it cannot be downloaded.
+            ValueError: if the folder was written by another class or a newer version.
         """
-        folder = Path(source)
-        if not folder.is_dir():
-            from huggingface_hub import snapshot_download
-
-            folder = Path(snapshot_download(str(source), allow_patterns=["model.safetensors", "config.json"]))
-        content = json.loads((folder / "config.json").read_text())
-        if content.get("format_version") != FORMAT_VERSION:
-            raise ValueError(f"{folder} has format version {content.get('format_version')}, not {FORMAT_VERSION}")
-        model = cls(**content["options"])
+        folder, options = read_config(source, "MoST", FORMAT)
+        model = instantiate(cls, options, folder)
         model.configure_model()
-        load_model(model, folder / "model.safetensors")
+        fill(model, read_state(folder), folder)
         return model.eval()
 
     def configure_optimizers(self) -> Any:
@@ -343,13 +336,13 @@ class MoST(LightningModule):
     # ------------------------------------------------------------------------------------------------ inference
 
     @torch.no_grad()
-    def encode(self, audio: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(self, audio: Tensor, length: Tensor) -> Frames:
         """Frames float32 [b, l, f] and their number int64 [b], of audio [b, s] with lengths [b] in samples.
 
         In float32: unit tokens would change with the precision.
         """
         with torch.autocast(self.device.type, enabled=False):
-            return self.encoder(audio.float(), length)
+            return Frames(*self.encoder(audio.float(), length))
 
     def forward(self, audio: Tensor, length: Tensor) -> list[str]:
         """Transcribe: float32 [b, s] samples at 16 kHz and int64 [b] lengths to b texts."""
@@ -419,15 +412,18 @@ class MoST(LightningModule):
         of the durations) and, with discriminators, `train/discriminators` (their loss; 4 when they cannot tell and say
         1 / 2) and `train/vocoder_fooling` (the vocoder's; 0 when all of them take made speech for real).
         """
-        frames, count = self.encode(batch.audio, batch.length)
-        examples, heard = self._examples(batch, frames, count)
-        token_loss, balance = self._losses(self.prompts(examples), heard)
+        heard = clean = self.encode(batch.audio, batch.length)
+        if batch.clean_audio is not None:
+            clean = self.encode(batch.clean_audio, batch.clean_length)
+        examples, packed = self._examples(batch, heard, clean)
+        token_loss, balance = self._losses(self.prompts(examples), packed)
         loss = token_loss + self.hparams["balance_weight"] * balance.sum()
         # each rank holds its share of the whole batch's loss: their mean is that loss
         self.log("train/token_loss", token_loss.detach(), prog_bar=True, sync_dist=True)
         self.log("train/balance", balance.mean().detach(), sync_dist=True)
         if self.vocoder is not None:
-            vocoder, adversarial = self._vocoder_loss(batch, frames, count)
+            audio = batch.audio if batch.clean_audio is None else batch.clean_audio
+            vocoder, adversarial = self._vocoder_loss(audio, clean, batch.number)
             self.log("train/vocoder", vocoder.detach(), prog_bar=True, sync_dist=True)
             loss = loss + vocoder
             if adversarial is not None:
@@ -438,27 +434,27 @@ class MoST(LightningModule):
         self.log("train/loss", loss.detach(), sync_dist=True)
         return loss
 
-    def _examples(self, batch: Any, frames: Tensor, count: Tensor) -> tuple[list[Example], Tensor | None]:
-        """A task for each utterance, and the frames that the prompts hear, packed."""
-        units = self.units(frames)
-        answer_frames, answer_count = frames[:, :0], torch.zeros_like(count)
+    def _examples(self, batch: Any, heard: Frames, clean: Frames) -> tuple[list[Example], Tensor]:
+        """A task for each utterance, and the frames that the prompts hear, packed; units are those of clean audio."""
+        units = self.units(clean.frames)
+        answer = Frames(heard.frames[:, :0], torch.zeros_like(heard.count))
         if batch.answer_audio.shape[1]:
-            answer_frames, answer_count = self.encode(batch.answer_audio, batch.answer_length)
-        answer_units = self.units(answer_frames)
-        examples, heard = [], []
-        numbers = zip(count.tolist(), answer_count.tolist(), batch.number.tolist(), strict=True)
-        for i, (n, n_answer, number) in enumerate(numbers):
+            answer = self.encode(batch.answer_audio, batch.answer_length)
+        answer_units = self.units(answer.frames)
+        examples, listens = [], []
+        numbers = zip(*(x.tolist() for x in (heard.count, clean.count, answer.count, batch.number)), strict=True)
+        for i, (n, n_clean, n_answer, number) in enumerate(numbers):
             possible = ["text"] if batch.text[i] else []
             if n and batch.text[i]:
                 possible += ["asr", "tts", "interleaved"]
             if n and batch.answer[i]:
                 possible += ["qa_text"] + (["qa_speech"] if n_answer else [])
             task = choose_task(self.tasks, possible, number)
-            own = answer_units[i, :n_answer] if task == "qa_speech" else units[i, :n]
+            own = answer_units[i, :n_answer] if task == "qa_speech" else units[i, :n_clean]
             if self.hparams["deduplicate"]:
                 own = deduplicate(own)[0]
             hears = task in ("asr", "qa_text", "qa_speech")
-            heard.append(hears)
+            listens.append(hears)
             examples.append(
                 Example(
                     task,
@@ -470,7 +466,7 @@ class MoST(LightningModule):
                     name=batch.name[i],
                 )
             )
-        return examples, _packed(frames, count * torch.tensor(heard, device=count.device))
+        return examples, _packed(heard.frames, heard.count * torch.tensor(listens, device=heard.count.device))
 
     def _losses(self, prompt: Prompt, frames: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mean cross entropy per response token over all ranks, and the load-balance loss of each layer."""
@@ -502,10 +498,10 @@ class MoST(LightningModule):
     def _world(self) -> int:
         return self._trainer.world_size if self._trainer is not None else 1
 
-    def _vocoder_loss(self, batch: Any, frames: Tensor, count: Tensor) -> tuple[Tensor, AdversarialLosses | None]:
+    def _vocoder_loss(self, audio: Tensor, clean: Frames, number: Tensor) -> tuple[Tensor, AdversarialLosses | None]:
         """Log-mel distance on one piece of every utterance and the durations of its units; what discriminators say."""
         assert self.vocoder is not None
-        size = self.vocoder.samples_per_unit
+        size, (frames, count) = self.vocoder.samples_per_unit, clean
         if frames.shape[1] == 0:  # no audio here; other ranks may have some
             nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
             made = self.vocoder(nothing)
@@ -514,9 +510,9 @@ class MoST(LightningModule):
             return loss, adversarial and AdversarialLosses(*(0 * part for part in adversarial))
         units = self.units(frames)
         crop = min(self.hparams["vocoder_crop"], units.shape[1])
-        start = (batch.number * (count - crop + 1).clamp(min=1)).long()
+        start = (number * (count - crop + 1).clamp(min=1)).long()
         place = start[:, None] + torch.arange(crop, device=units.device)  # b crop
-        audio = nn.functional.pad(batch.audio, (0, units.shape[1] * size - batch.audio.shape[1]))
+        audio = nn.functional.pad(audio, (0, units.shape[1] * size - audio.shape[1]))
         real = audio.unflatten(1, (-1, size)).gather(1, place[..., None].expand(-1, -1, size)).flatten(1)
         made = self.vocoder(units.gather(1, place))
         with torch.autocast(self.device.type, enabled=False):

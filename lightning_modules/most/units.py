@@ -9,6 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lightning_modules.hub import read_tensors
+
 
 class Units(nn.Module):
     """Maps frames to the nearest of k centroids.
@@ -65,11 +67,11 @@ class Units(nn.Module):
         Raises:
             ValueError: if the file is no unit set, or its content does not have the hash it states.
         """
+        centroids = read_tensors(path).get("centroids")
+        if centroids is None:
+            raise ValueError(f"{path} is no unit set: it has no centroids")
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            if "centroids" not in file.keys():  # noqa: SIM118 (not a dict)
-                raise ValueError(f"{path} is no unit set: it has no centroids")
-            centroids = file.get_tensor("centroids")
         units = cls(*centroids.shape)
         units.centroids.copy_(centroids)
         if metadata.get("hash") != units.hash:

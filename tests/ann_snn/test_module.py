@@ -91,7 +91,7 @@ def test_a_checkpoint_needs_nothing_but_its_file(tmp_path):
 
 def test_pretrained_folder(tmp_path, converted):
     converted.save_pretrained(tmp_path / "snn")
-    assert {p.name for p in (tmp_path / "snn").iterdir()} == {"config.json", "model.safetensors"}
+    assert {p.name for p in (tmp_path / "snn").iterdir()} == {"config.json", "model.safetensors", "README.md"}
     again = AnnSnn.from_pretrained(tmp_path / "snn")
     x = torch.randn(4, 1, 8, 8)
     assert torch.equal(again(x), converted(x))

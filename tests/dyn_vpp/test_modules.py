@@ -136,7 +136,7 @@ def test_folder_is_diffusers_own_and_predicts_the_same(home, base):
     assert not list((home / "folder").rglob("*.bin"))
     config = home / "folder" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "format": 99}))
-    with pytest.raises(ValueError, match="newer version"):
+    with pytest.raises(ValueError, match="upgrade fulgurite"):
         VideoDiffusion.from_pretrained(home / "folder")
 
 

@@ -314,7 +314,7 @@ def test_init_from_takes_the_weights_alone(tmp_path):
         again.fit(second, toys.data())
         assert torch.equal(toys.weights(first), toys.weights(second)) and again.global_step == 0
     args = {"in_channels": 1, "width": 8, "dim": 16}
-    with pytest.raises(ValueError, match=r"a\.ckpt does not fit the network: size mismatch"):
+    with pytest.raises(ValueError, match=r"a\.ckpt does not fit SmallCNN: size mismatch"):
         toys.trainer(0).fit(
             toys.module(build=False, init_from=str(tmp_path / "a.ckpt"), network_args=args), toys.data()
         )

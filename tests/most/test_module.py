@@ -9,8 +9,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from callbacks.expert_load import ExpertLoad
 from callbacks.predictions import PredictionWriter
 from callbacks.speech_samples import SpeechSamples
-from datamodules.speech import MadeSpeech, SpeechText
+from datamodules.speech import Augmentation, MadeSpeech, SpeechText, read_audio
 from lightning_modules import MoST
+from lightning_modules.most.module import Frames
 from lightning_modules.most.moe import moe_blocks
 from tests.most.toys import CONFIGS
 from tests.most.toys import config as toy
@@ -117,10 +118,10 @@ def test_save_pretrained_round_trip_and_init_from(fitted, tmp_path):
     resumed.trainer = Trainer(accelerator="cpu", logger=False)
     resumed.trainer.ckpt_path = "last.ckpt"
     resumed.configure_model()
-    with pytest.raises(FileNotFoundError, match="gone does not exist"):
+    with pytest.raises(FileNotFoundError, match="gone is no folder and cannot be fetched"):
         model(init_from=str(tmp_path / "gone")).configure_model()
-    (tmp_path / "config.json").write_text(json.dumps({"format_version": 99}))
-    with pytest.raises(ValueError, match="format version 99"):
+    (tmp_path / "config.json").write_text(json.dumps({"format": 99, "class": "MoST"}))
+    with pytest.raises(ValueError, match="format 99"):
         MoST.from_pretrained(tmp_path)
 
 
@@ -182,11 +183,60 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_for_bit(folder, tmp_path):
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("task", ["asr", "tts", "interleaved"])
+def test_what_is_heard_is_augmented_and_what_is_spoken_is_clean(folder, monkeypatch, task):
+    module = model(tasks={task: 1.0})
+    module.configure_model()
+    module.units.centroids.normal_()
+    speech = data(folder, augmentation=Augmentation(speed=0.2, noise=(5.0, 5.0), shift=640))
+    speech.prepare_data()
+    speech.setup()
+    batch = next(iter(speech.train_dataloader()))
+    rows = [speech.split("train").rows[i] for i in batch.index]
+    given = {}
+    monkeypatch.setattr(module, "log", lambda *_, **__: None)
+    for name in ("prompts", "_losses", "_vocoder_loss"):
+        own = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, own=own, name=name: given.update({name: args}) or own(*args))
+    module.training_step(batch, 0)
+
+    (examples,), (_, packed), (audio, clean, _) = given["prompts"], given["_losses"], given["_vocoder_loss"]
+    heard, count = module.encode(batch.audio, batch.length)
+    wanted = torch.cat([frames[:n] for frames, n in zip(heard, count, strict=True)])
+    assert torch.equal(packed, wanted if task == "asr" else wanted[:0])
+    for i, row in enumerate(rows):
+        file = torch.from_numpy(read_audio(row.audio, 16_000, row.start, row.duration))
+        n = len(file)
+        assert batch.clean_length[i] == n != batch.length[i]
+        assert torch.equal(audio[i, :n], file) and not audio[i, n:].any(), "what the vocoder learns to make"
+        (frames,), (own,) = module.encode(file[None], torch.tensor([n]))
+        torch.testing.assert_close(clean.frames[i, :own], frames, atol=1e-4, rtol=1e-4)
+        assert examples[i].units.tolist() == module.units(clean.frames[i, :own]).tolist()
+        shared = min(own, count[i])
+        assert not torch.allclose(heard[i, :shared], frames[:shared], atol=0.1)
+
+
+def test_without_augmentation_nothing_is_encoded_twice(folder, monkeypatch):
+    module = model()
+    module.configure_model()
+    speech = data(folder)
+    speech.prepare_data()
+    speech.setup()
+    batch = next(iter(speech.train_dataloader()))
+    assert batch.clean_audio is None and batch.clean_length is None
+    calls, encoder = [], module.encoder.forward
+    monkeypatch.setattr(module, "log", lambda *_, **__: None)
+    monkeypatch.setattr(module.encoder, "forward", lambda *args: calls.append(args) or encoder(*args))
+    module.training_step(batch, 0)
+    assert len(calls) == 1
+
+
 def test_discriminators_take_part_without_audio():
     """Ranks whose batch is text alone still give every parameter a gradient, 0."""
     module = model(vocoder_adversarial=0.02, discriminator_width=4)
     module.configure_model()
-    loss, adversarial = module._vocoder_loss(None, torch.zeros(2, 0, 320), torch.zeros(2, dtype=torch.int64))
+    nothing = Frames(torch.zeros(2, 0, 320), torch.zeros(2, dtype=torch.int64))
+    loss, adversarial = module._vocoder_loss(torch.zeros(2, 0), nothing, torch.zeros(2))
     (loss + sum(adversarial)).backward()
     parameters = [*module.vocoder.parameters(), *module.discriminators.parameters()]
     assert all(p.grad is not None and not p.grad.any() for p in parameters)
@@ -204,9 +254,9 @@ def test_one_batch_can_be_learnt(folder):
     speech.setup()
     batch = next(iter(speech.train_dataloader()))
     optimizer = torch.optim.AdamW(module.network.parameters(), 3e-3)
-    frames, count = module.encode(batch.audio, batch.length)
+    frames = module.encode(batch.audio, batch.length)
     for _ in range(80):
-        examples, heard = module._examples(batch, frames, count)
+        examples, heard = module._examples(batch, frames, frames)
         loss, balance = module._losses(module.prompts(examples), heard)
         optimizer.zero_grad()
         (loss + 1e-3 * balance.sum()).backward()
@@ -222,8 +272,8 @@ def test_losses_of_a_batch_do_not_depend_on_padding(folder, form):
     speech = data(folder)
     speech.setup()
     batch = next(iter(speech.train_dataloader()))
-    frames, count = module.encode(batch.audio, batch.length)
-    examples, heard = module._examples(batch, frames, count)
+    frames = module.encode(batch.audio, batch.length)
+    examples, heard = module._examples(batch, frames, frames)
     prompt = module.prompts(examples)
     more = type(prompt)(
         *(torch.nn.functional.pad(x, (0, 9), value=v) for x, v in zip(prompt, (2, -100, False), strict=True))
