@@ -30,10 +30,16 @@ UNSEEN_VOICES = ["en-us+f5", "en-us+m7", "en-us+m8", "en-gb-x-rp"]
 class Utterances(NamedTuple):
     """A batch of b utterances.
 
+    Augmentation changes `audio`, which is what is listened to. What is to be spoken, unit tokens and waveforms alike,
+    is learned from `clean_audio`.
+
     Attributes:
         audio: float32 `[b, s]`, mono samples in [-1, 1] at the data module's `sample_rate`, zeros at the
             right.
         length: int64 `[b]`, samples of each; 0 where there is only text.
+        clean_audio: float32 `[b, s3]`, the same utterances without augmentation (at another speed they are longer or
+            shorter); None where nothing is augmented, `audio` being clean.
+        clean_length: int64 `[b]`, samples of each, or None.
         text: b transcripts, or what is to be spoken.
         answer: b answers to spoken questions, empty where there is none.
         answer_audio: float32 `[b, s2]`, the spoken answers.
@@ -47,6 +53,8 @@ class Utterances(NamedTuple):
 
     audio: Tensor
     length: Tensor
+    clean_audio: Tensor | None
+    clean_length: Tensor | None
     text: list[str]
     answer: list[str]
     answer_audio: Tensor
@@ -342,7 +350,7 @@ def make_speech(recipe: MadeSpeech, data_dir: Path, sample_rate: int) -> Path:
 
 @dataclass
 class Augmentation:
-    """Changes to training audio, fixed by seed, epoch and item.
+    """Changes to training audio that is listened to, fixed by seed, epoch and item; what is spoken stays clean.
 
     Attributes:
         speed: largest relative change of speed (and pitch), uniform in 1 ± speed.
@@ -421,22 +429,26 @@ class Split(Dataset[Utterances]):
     def __getitems__(self, draw: Draw) -> Utterances:
         rows = [self.rows[i] for i in draw.items]
         numbers = counter_uniform(self.seed, draw.epoch, draw.items, 5).numpy()
-        audio = []
+        clean, audio = [], []
         for item, row, own in zip(draw.items, rows, numbers, strict=True):
             if row.takes:
                 takes = [_read_take(take.audio, self.sample_rate, take.start, take.duration) for take in row.takes]
                 samples = np.concatenate(takes)
             else:
                 samples = self._read(row.audio, row.start, row.duration)
+            clean.append(samples)
             if self.augmentation is not None and len(samples):
                 rng = np.random.default_rng([self.seed, draw.epoch, int(item)])
                 samples = self.augmentation(samples, own[1:], rng)
             audio.append(samples)
         padded, length = pad(audio)
+        clean_audio, clean_length = (None, None) if self.augmentation is None else pad(clean)
         answer_audio, answer_length = pad([self._read(row.answer_audio) for row in rows])
         return Utterances(
             audio=padded,
             length=length,
+            clean_audio=clean_audio,
+            clean_length=clean_length,
             text=[row.text for row in rows],
             answer=[row.answer for row in rows],
             answer_audio=answer_audio,
