@@ -53,10 +53,13 @@ def main(args: list[str] | None = None) -> None:
         run(args)
     except (ValueError, OSError, ImportError) as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            run_folder = os.environ.get("FULGURITE_RUN", "")
-            error = OSError(f"the disk is full, or may hold no larger file ({error}): the run was {run_folder}")
+            run_folder = os.environ.get("FULGURITE_RUN")
+            where = f": the run was {run_folder}" if run_folder else ""
+            error = OSError(f"the disk is full, or may hold no larger file ({error}){where}")
         fail(error)
     except Exception as error:  # from libraries: recognised by name, so that nothing is imported to say no
+        if type(error).__module__.startswith("wandb."):
+            fail(ValueError(f"{error} Or keep the run on this machine: -c logger/wandb_offline"))
         known = type(error).__name__ in ("ArgumentError", "MisconfigurationException", "UnpicklingError")
         if not known and not str(error).startswith(("Error(s) in loading state_dict", "Early stopping conditioned on")):
             raise
@@ -74,11 +77,19 @@ def fail(error: Exception) -> None:
 def concise(message: str) -> str:
     """Keep of the parser's message, which lists everything it tried, the part that names the culprit."""
     message = " ".join(message.split())
+    unknown = re.match(r"unrecognized arguments: (--([\w.]+).*)", message)
+    if unknown:
+        return f"unrecognized arguments: {unknown[1]}{nearest(unknown[2])}"
     key = re.match(r'Parser key "([\w.]+)": ', message)
     if "Errors: - " in message:
         message = message.split("Errors: - ", 1)[1]
         message = re.split(r" - Expected a <class 'NoneType'>| Given value type: ", message)[0]
         message = (f"{key[1]}: " if key else "") + message.removeprefix("Problem with given class_path ")
+    message = re.sub(r"Does not validate against any of the Union subtypes Subtypes: .*?Errors: - ", "", message)
+    message = re.sub(r"- Expected a path but .*?(Type typing|Errors)", r"\1", message)
+    message = re.sub(r"Type typing\.Callable\[.*\] expects a function or a callable class: ", "", message)
+    message = re.split(r" - (?:Not a valid subclass of|Problem with given class_path) ", message)[0]
+    message = message.replace("'list' object has no attribute 'keys'", "init_args takes names and values, not a list")
     option = re.search(r"'([\w.]+)': Option '(\w+)' is not accepted", message)
     if option:
         import inspect
@@ -89,6 +100,22 @@ def concise(message: str) -> str:
         near = get_close_matches(option[2], known, n=2)
         message += f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(known)}"
     return message
+
+
+def nearest(option: str) -> str:
+    """What an option that does not exist may have meant."""
+    import inspect
+    from difflib import get_close_matches
+
+    from lightning.pytorch import Trainer
+
+    section, dot, name = option.partition(".")
+    known = ["model", "data", "trainer", "config", "ckpt_path", "name", "dry_run", "seed_everything", "weights_only"]
+    if section == "trainer" and dot:
+        known = [f"trainer.{p}" for p in inspect.signature(Trainer).parameters]
+    near = get_close_matches(option if section == "trainer" else section, known, n=1)
+    meant = near[0] + (dot + name if near and section != "trainer" else "") if near else ""
+    return f"; did you mean --{meant}?" if near else ""
 
 
 def run(args: list[str]) -> None:
@@ -175,6 +202,8 @@ def front_door() -> type:
                     f"ckpt_path {config.ckpt_path!r}: name the file, RUN/checkpoints/{config.ckpt_path}.ckpt"
                 )
             path = Path(config.ckpt_path)
+            if (path / "checkpoints").is_dir():
+                raise ValueError(f"ckpt_path {path} is a run folder: name {path / 'checkpoints' / 'last.ckpt'}")
             self.checkpoint = read_checkpoint(path, ["hyper_parameters", "callbacks", "pytorch-lightning_version"])
             if path.is_dir() and not shards(config.trainer.strategy):
                 raise ValueError(
@@ -199,6 +228,10 @@ def front_door() -> type:
                 on_paper(config)
             check_devices(config.trainer, torch.cuda.is_available())
             config.name = config.name or name_of(config)
+            if Path(config.name).is_absolute() or ".." in Path(config.name).parts:
+                raise ValueError(f"name {config.name} leads out of the folder of runs: set trainer.default_root_dir")
+            if self.subcommand != "fit" and not config.get("ckpt_path"):
+                print(f"fulgurite: no --ckpt_path: this is a {self.subcommand} of the model that the config builds")
             self.to_save = config.clone()
             self.to_save.pop("dry_run")
             checkpoint = Path(config.ckpt_path) if config.get("ckpt_path") else None
@@ -292,6 +325,10 @@ def check_devices(trainer, cuda: bool) -> None:
             "FSDP1 needs GPUs and there is none here: use FSDP2, `-c strategy/fsdp2`, which runs on CPUs too"
         )
     cores = os.cpu_count() or 1
+    if on_cpu and not re.fullmatch(r"auto|[1-9]\d*", str(trainer.devices)):
+        raise ValueError(
+            f"trainer.devices {trainer.devices} names no number of processes, and there is no GPU here: give a number"
+        )
     if on_cpu and str(trainer.devices).isdigit() and int(trainer.devices) > cores:
         raise ValueError(f"trainer.devices {trainer.devices} is more than the {cores} CPU cores of this machine")
 

@@ -1,14 +1,17 @@
 """FocalPolicy against its baseline and its parts, in the simulator.
 
-    python benchmarks/focal_policy_comparison.py run [--tasks ...] [--variants ...] [--seeds 0 1 2] [--steps 2000] [...]
+    python benchmarks/focal_policy_comparison.py run [--tasks ...] [--variants ...] [--seeds 0 1 2] [--steps 1200] [...]
     python benchmarks/focal_policy_comparison.py table
 
 Every variant has the same network, demonstrations (scripted Meta-World experts, point clouds by rays), batches, steps,
-learning rate and averaging of weights; only objective and time sampler differ. A row (task, variant, seed) is one JSON
-file below `benchmarks/results/focal_policy/comparison`, written the moment it exists, with command, seed and budget;
-a second start with the same settings goes on where the first one stopped. `--stage val` evaluates on the validation
-layouts, for choosing a setting with one seed; the figures of the card use `test`, whose layouts nothing else sees.
-`table` prints means and deviations over seeds, and draws them.
+learning rate and averaging of weights; only objective and time sampler differ. `flowpolicy` is FlowPolicy's consistency
+objective; `step` is plain regression of the endpoint from a uniform time, without the consistency objective's two
+segments, velocity term and target network; `anchored` adds the time sampler to it, `composite` the foresight term,
+`full` both. A row (task, variant, seed) is one JSON file below `benchmarks/results/focal_policy/<name>`, written the
+moment it exists, with command, seed and budget; a second start goes on where the first one stopped, and one with
+another budget needs another `--name`. `--stage val` evaluates on the validation layouts, for choosing a setting with
+one seed; the figures of the card use `test`, whose layouts nothing else sees. `table` prints means and standard
+deviations over seeds, and draws them.
 """
 
 import argparse
@@ -28,9 +31,9 @@ from datamodules import RobotDemonstrations
 from datamodules.metaworld import Observation
 from lightning_modules import FocalPolicy
 
-RESULTS = Path(__file__).parent / "results" / "focal_policy" / "comparison"
+RESULTS = Path(__file__).parent / "results" / "focal_policy"
 HORIZON, ACTION_DIM = 12, 4
-TASKS = ("reach-v3", "sweep-into-v3", "pick-place-v3")  # of the easy, medium and hard groups
+TASKS = ("dial-turn-v3", "sweep-into-v3", "pick-place-v3")  # of the easy, medium and hard groups
 ANCHORED = {"time_sampler": "v0"}
 STEP = {"time_sampler": "cfm"}
 TIME_ONLY = {"time_scope": "window", "freq_weight": 0.0, "freq_mode": "none"}
@@ -48,6 +51,7 @@ def variants(freq_weight: float, proximal_start: int) -> dict[str, dict]:
     softmax = {"freq_mode": "dct_softmax", "freq_weight": freq_weight * HORIZON * ACTION_DIM}
     return {
         "flowpolicy": {"objective": "consistency"},
+        "step": STEP | TIME_ONLY,
         "anchored": ANCHORED | TIME_ONLY,
         "composite": STEP | composite,
         "full": ANCHORED | composite,
@@ -113,14 +117,17 @@ def run(options: argparse.Namespace) -> None:
     for seed in options.seeds:
         for task in options.tasks:
             for name in options.variants or chosen:
-                path = RESULTS / options.stage / f"{task}-{name}-{seed}.json"
-                if path.exists() and json.loads(path.read_text())["budget"] == budget:
+                path = folder(options) / f"{task}-{name}-{seed}.json"
+                if path.exists():
+                    if (made := json.loads(path.read_text())["budget"]) != budget:
+                        raise SystemExit(f"{path} was made with {made}: give this run another --name")
                     continue
                 metrics = run_one(task, chosen[name], seed, options)
                 row = {"task": task, "variant": name, "seed": seed, "budget": budget, "options": chosen[name]}
-                # where things lie on this machine means nothing elsewhere
-                command = " ".join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv)
-                row |= {"command": command, "metrics": metrics}
+                given = " ".join(f"--{k.replace('_', '-')} {spell(v)}" for k, v in budget.items())
+                chosen_row = f"--tasks {task} --variants {name} --seeds {seed} --stage {options.stage}"
+                row["command"] = f"python benchmarks/focal_policy_comparison.py run {chosen_row} {given}"
+                row["metrics"] = metrics
                 path.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = path.with_suffix(".part")
                 unfinished.write_text(json.dumps(row, indent=1) + "\n")
@@ -129,33 +136,51 @@ def run(options: argparse.Namespace) -> None:
     table(options)
 
 
+def folder(options: argparse.Namespace) -> Path:
+    """Where the rows of a name and a stage lie."""
+    return RESULTS / options.name / options.stage
+
+
+def spell(value: object) -> str:
+    """A value as the command line takes it."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def table(options: argparse.Namespace) -> None:
-    """Print mean and deviation over seeds of each task and variant, and draw success and discontinuity."""
-    rows = [json.loads(p.read_text()) for p in sorted((RESULTS / options.stage).glob("*.json"))]
+    """Print mean and deviation over seeds of each task and variant, and draw success and discontinuity.
+
+    The mean over tasks is shown for seeds that have a row of every task.
+    """
+    rows = [json.loads(p.read_text()) for p in sorted(folder(options).glob("*.json"))]
     tasks = sorted({r["task"] for r in rows})
     names = [n for n in variants(0, 0) if any(r["variant"] == n for r in rows)]
+    by_row = {(r["variant"], r["task"], r["seed"]): r["metrics"] for r in rows}
+    seeds = sorted({r["seed"] for r in rows})
 
-    def values(task: str | None, variant: str, measure: str) -> np.ndarray:
-        picked = [r for r in rows if r["variant"] == variant and task in (None, r["task"])]
-        by_seed: dict[int, list[float]] = {}
-        for r in picked:
-            by_seed.setdefault(r["seed"], []).append(r["metrics"].get(measure, float("nan")))
-        return np.array([np.mean(v) for v in by_seed.values()])
+    def values(chosen: list[str], variant: str, measure: str) -> np.ndarray:
+        whole = [s for s in seeds if all((variant, t, s) in by_row for t in chosen)]
+        found = [[by_row[variant, t, s].get(measure, np.nan) for t in chosen] for s in whole]
+        return np.array([np.mean(v) for v in found if not np.isnan(v).any()])
+
+    def cell(v: np.ndarray) -> str:
+        return f"{v.mean():.3g} ± {v.std(ddof=1):.2g} ({len(v)})" if len(v) > 1 else f"{v[0]:.3g} (1)" if len(v) else ""
 
     for measure in MEASURES:
-        print(f"\n{measure}\n\n| variant | {' | '.join([*tasks, 'mean'])} |\n|{'---|' * (len(tasks) + 2)}")
+        head = [*tasks, f"mean of {len(tasks)} tasks"]
+        print(
+            f"\n{measure}: mean ± deviation (seeds)\n\n| variant | {' | '.join(head)} |\n|{'---|' * (len(tasks) + 2)}"
+        )
         for name in names:
-            cells = [values(task, name, measure) for task in [*tasks, None]]
-            print(
-                f"| {name} | " + " | ".join(f"{v.mean():.3g} ± {v.std():.2g}" if len(v) else "" for v in cells) + " |"
-            )
+            print(f"| {name} | {' | '.join(cell(values(c, name, measure)) for c in [*([t] for t in tasks), tasks])} |")
     figure = new_figure(10, 4)
     for axis, measure in zip(figure.subplots(1, 2), ("success_rate", "discontinuity"), strict=True):
-        found = [values(None, name, measure) for name in names]
-        axis.bar(names, [v.mean() for v in found], yerr=[v.std() for v in found], capsize=3)
-        axis.set_title(f"{measure}, mean over {len(tasks)} tasks")
-        axis.tick_params(axis="x", rotation=45)
-    figure.savefig(RESULTS.parent / f"comparison_{options.stage}.png")
+        for i, name in enumerate(names):
+            found = values(tasks, name, measure)
+            axis.plot([i] * len(found), found, "o", alpha=0.6)
+            axis.plot([i - 0.3, i + 0.3], [found.mean()] * 2 if len(found) else [np.nan] * 2, "k-")
+        axis.set_xticks(range(len(names)), names, rotation=45)
+        axis.set_title(f"{measure}, mean over {len(tasks)} tasks; a dot is a seed")
+    figure.savefig(folder(options) / "comparison.png", dpi=120)
 
 
 KEPT = (
@@ -173,8 +198,9 @@ def main() -> None:
     parser.add_argument("--stage", choices=("val", "test"), default="test")
     parser.add_argument("--episodes", type=int, default=10, help="demonstrations of each task")
     parser.add_argument("--evaluate", type=int, default=50, help="episodes of the evaluation")
-    parser.add_argument("--steps", type=int, default=2000, help="optimiser steps")
-    parser.add_argument("--points", type=int, default=512)
+    parser.add_argument("--name", default="comparison", help="folder of the results")
+    parser.add_argument("--steps", type=int, default=1200, help="optimiser steps")
+    parser.add_argument("--points", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--widths", nargs="+", type=int, default=[32, 64, 128])
     parser.add_argument("--lr", type=float, default=1e-3)

@@ -69,6 +69,8 @@ def main(args: list[str]) -> None:
         sys.stdout.write("usage: fulgurite configs [TEXT]: every shipped config, or those whose name holds TEXT\n")
         return
     shown = [n for n in names() if all(a in n for a in args)]
+    if not shown:
+        raise ValueError(f"no shipped config has {' and '.join(args)} in its name: `fulgurite configs` lists them all")
     width = max(map(len, shown), default=0)
     for group, members in groupby(shown, lambda name: name.split("/")[0]):
         sys.stdout.write(f"{group}: {title(group)}\n")
