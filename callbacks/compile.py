@@ -1,5 +1,7 @@
 """torch.compile, block by block."""
 
+from typing import Any
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
@@ -19,12 +21,15 @@ class Compile(Callback):
         self.backend, self.dynamic = backend, dynamic
         self._done = False
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a method without blocks."""
+        if not getattr(pl_module, "block_types", None):
+            raise ValueError(f"{type(pl_module).__name__} names no block_types: leave out trainer/compile")
+
     def _compile(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._done:
             return
-        types = getattr(pl_module, "block_types", None)
-        if not types:
-            raise ValueError(f"{type(pl_module).__name__} names no block_types: leave out trainer/compile")
+        types: Any = pl_module.block_types
         for module in pl_module.modules():
             if isinstance(module, tuple(types)):
                 module.compile(backend=self.backend, dynamic=self.dynamic)

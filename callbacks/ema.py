@@ -7,6 +7,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from callbacks.checks import at_least
+
 
 def ema_decay(step: int, decay: float, power: float | None, inverse_gamma: float = 1.0, start: int = 0) -> float:
     """The decay after `step` updates.
@@ -32,9 +34,12 @@ class EMA(Callback):
 
     Args:
         decay: largest decay, in [0, 1).
-        power: exponent of the warm-up; none means a constant decay.
-        inverse_gamma: time scale of the warm-up in steps.
+        power: exponent of the warm-up, above 0; none means a constant decay.
+        inverse_gamma: time scale of the warm-up in steps, above 0.
         start: steps before averaging begins; until then the average is the weights.
+
+    Raises:
+        ValueError: if one of them is out of range.
     """
 
     def __init__(
@@ -42,6 +47,10 @@ class EMA(Callback):
     ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay {decay} is outside [0, 1)")
+        for name, value in (("power", 1.0 if power is None else power), ("inverse_gamma", inverse_gamma)):
+            if not value > 0:
+                raise ValueError(f"{name} {value} must be above 0")
+        at_least(0, start=start)
         self.decay, self.power, self.inverse_gamma, self.start = decay, power, inverse_gamma, start
         self.average: dict[str, Tensor] = {}
         self.updates = 0

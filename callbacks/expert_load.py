@@ -1,28 +1,45 @@
 """Which experts text and audio tokens go to, and what giving away half of the experts costs the text."""
 
+from typing import Any
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from callbacks.figures import log_figure, new_figure
+from callbacks.checks import at_least, require
+from callbacks.figures import log_figure, log_table, new_figure
 from lightning_modules.most.module import MoST
 
 
 class ExpertLoad(Callback):
     """Watches `MoST`: draws the load of every expert, and logs the text loss before the first step.
 
-    After each validation a heat map `expert_load.png` (share of the picks of text and of audio tokens, layer by
+    After each validation a heat map `plots/expert_load.png` (share of the picks of text and of audio tokens, layer by
     expert) and `val/expert_load_max` (the largest share of one expert, times the number of experts its tokens choose
-    among: 1 is even). Before training `start/text_loss_all_experts` and `start/text_loss` (nats per token of
-    validation texts, with every expert allowed to text as in the base model, and with the text group alone).
+    among: 1 is even); after a test `plots/test_expert_load.png` and `test/expert_load_max`. The shares of the last
+    validation and of the test are also tables, `val_expert_load.csv` and `test_expert_load.csv`. Before training
+    `start/text_loss_all_experts` and `start/text_loss` (nats per token of validation texts, with every expert allowed
+    to text as in the base model, and with the text group alone).
 
     Args:
-        batches: validation batches used for the text loss before training.
+        batches: validation batches used for the text loss before training, at least 1.
     """
 
     def __init__(self, batches: int = 4) -> None:
+        at_least(1, batches=batches)
         self.batches = batches
+        self._rows: list[dict[str, Any]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse another method.
+
+        Raises:
+            ValueError: if it is not MoST, or there is no data module to take texts from.
+        """
+        require(self, isinstance(pl_module, MoST), "the method MoST", pl_module)
+        data = trainer.datamodule
+        require(self, stage != "fit" or data is not None, "a data module such as SpeechText", data)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the text loss of the base model, and inside the text group."""
@@ -41,15 +58,32 @@ class ExpertLoad(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the heat map of this validation."""
+        self._draw(trainer, pl_module, "val")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the shares of the last validation."""
+        log_table(trainer, "val_expert_load", self._rows)
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the heat map of the test, and write its shares."""
+        self._draw(trainer, pl_module, "test")
+        log_table(trainer, "test_expert_load", self._rows)
+
+    def _draw(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         assert isinstance(pl_module, MoST)
         load = trainer.strategy.reduce(pl_module.expert_load.to(pl_module.device), reduce_op="sum").cpu()
         if trainer.sanity_checking or load.sum() == 0:
             return
         share = load / load.sum(-1, keepdim=True).clamp(min=1)  # layers 2 experts
         used = (load > 0).any(0).sum(-1)  # experts that a modality ever picked, [2]
-        pl_module.log("val/expert_load_max", float((share.amax(-1).amax(0) * used).max()))
-        if not trainer.fast_dev_run:
-            log_figure(trainer, "expert_load", heat_map(share))
+        pl_module.log(f"{stage}/expert_load_max", float((share.amax(-1).amax(0) * used).max()))
+        log_figure(trainer, "expert_load" if stage == "val" else "test_expert_load", heat_map(share))
+        self._rows = [
+            {"layer": i, "modality": modality, "expert": k, "share": x}
+            for i, layer in enumerate(share.tolist())
+            for modality, experts in zip(("text", "audio"), layer, strict=True)
+            for k, x in enumerate(experts)
+        ]
 
 
 def heat_map(share: Tensor) -> Figure:

@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from callbacks.figures import log_figure, new_figure
+from callbacks.checks import require
+from callbacks.figures import log_figure, log_table, new_figure
 from lightning_modules.distributed import gather_rows
 from lightning_modules.fedhpro.module import FedHPro
 
@@ -89,12 +90,26 @@ class FederatedPictures(Callback):
 
     Every round it also logs `val/anchor_cosine_own` and `val/anchor_cosine_other` for strategies with
     hyper-prototypes; see `anchor_cosines`. It watches `lightning_modules.FedHPro`, whose network returns features.
+
+    After a fit and after a test, `val_federation.csv` and `test_federation.csv` (tables in W&B): accuracy over all
+    images, of each domain and, on the images that it holds out, of each client; and their training images.
     """
 
     def __init__(self) -> None:
         self._hook: Any = None
         self._features: list[Tensor] = []
         self._labels: list[Tensor] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse another method or other data.
+
+        Raises:
+            ValueError: if the method is not FedHPro, or the data are not dealt to clients.
+        """
+        require(self, isinstance(pl_module, FedHPro), "the method FedHPro", pl_module)
+        data = trainer.datamodule
+        dealt = all(hasattr(data, name) for name in ("counts", "classes", "domains"))
+        require(self, stage == "predict" or dealt, "images dealt to clients, such as FederatedImages", data)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Who holds what."""
@@ -131,3 +146,27 @@ class FederatedPictures(Callback):
             log_figure(
                 trainer, "features", features_figure(**rows, anchors=anchors, classes=trainer.datamodule.classes)
             )
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the accuracies of the last validation."""
+        log_table(trainer, "val_federation", _accuracies(trainer, "val"))
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the accuracies of the test."""
+        log_table(trainer, "test_federation", _accuracies(trainer, "test"))
+
+
+def _accuracies(trainer: Trainer, stage: str) -> list[dict[str, Any]]:
+    """A row for all images, for each domain and for each client whose accuracy was logged."""
+    data = trainer.datamodule
+    per_domain = torch.bincount(data.table.domains.cpu(), minlength=len(data.domains)).tolist()
+    per_client = data.counts().sum(1).tolist()
+    parts = [("all", "", sum(per_client), "accuracy")]
+    parts += [("domain", d, n, f"accuracy_{d}") for d, n in zip(data.domains, per_domain, strict=True)]
+    parts += [("client", str(k), n, f"accuracy_client_{k}") for k, n in enumerate(per_client)]
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return [
+        {"part": part, "name": name, "training_images": n, "accuracy": logged[f"{stage}/{key}"]}
+        for part, name, n, key in parts
+        if f"{stage}/{key}" in logged
+    ]

@@ -6,7 +6,9 @@ import numpy as np
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 
-from callbacks.figures import log_figure, new_figure
+from callbacks.checks import at_least, require
+from callbacks.figures import log_figure, log_table, new_figure
+from callbacks.progress import progress
 from lightning_modules.graph_pfn.module import GraphPFN, score
 
 
@@ -16,26 +18,44 @@ class GraphEvaluation(Callback):
     The graphs are those of the data module (`GraphPrior(real=...)`). Logged: `real/<graph>`, the score on the graph's
     validation nodes (accuracy, with two classes average precision, for values R²). At the end of a fit,
     `plots/in_context.png` shows the curves and `plots/prior_statistics.png` where the real graphs lie in the prior's
-    distributions of mean degree, clustering and adjusted homophily.
+    distributions of mean degree, clustering and adjusted homophily; `real_graphs.csv`, a table in W&B, has the first,
+    the best and the last score of each graph.
 
     Args:
         graphs: synthetic graphs behind the second picture; 0 leaves it out.
     """
 
     def __init__(self, graphs: int = 100) -> None:
+        at_least(0, graphs=graphs)
         self.graphs = graphs
         self.curves: dict[str, list[tuple[int, float]]] = {}
 
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Refuse another method, and in a fit or a validation other data.
+
+        Raises:
+            ValueError: if the method is not GraphPFN, or the data have no real graphs.
+        """
+        require(self, isinstance(pl_module, GraphPFN), "the method GraphPFN", pl_module)
+        data = trainer.datamodule
+        unused = stage in ("test", "predict")
+        require(self, unused or hasattr(data, "real_graphs"), "data with real graphs, such as GraphPrior", data)
+
     def on_validation_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Score every real graph."""
-        if trainer.sanity_checking or not isinstance(pl_module, GraphPFN):
+        if trainer.sanity_checking:
             return
-        for name, nodes in trainer.datamodule.real_graphs().items():
-            x, edges, y, context, query = (t.to(pl_module.device) for t in nodes[:5])
-            output = pl_module.predict_nodes(x, edges, y, context, nodes.classes)
-            value = score(output[query[~context]], y[query], nodes.classes)["score"]
-            pl_module.log(f"real/{name}", value, rank_zero_only=True)
-            self.curves.setdefault(name, []).append((trainer.global_step, float(value)))
+        assert isinstance(pl_module, GraphPFN)
+        graphs = trainer.datamodule.real_graphs()
+        with progress(trainer, "Real graphs", len(graphs)) as bar:
+            for name, nodes in graphs.items():
+                bar.set_description(f"Predicting {len(nodes.y)} nodes of {name}")
+                x, edges, y, context, query = (t.to(pl_module.device) for t in nodes[:5])
+                output = pl_module.predict_nodes(x, edges, y, context, nodes.classes)
+                value = score(output[query[~context]], y[query], nodes.classes)["score"]
+                pl_module.log(f"real/{name}", value, rank_zero_only=True)
+                self.curves.setdefault(name, []).append((trainer.global_step, float(value)))
+                bar.update()
 
     def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Draw the pictures."""
@@ -49,8 +69,10 @@ class GraphEvaluation(Callback):
             axes.set(xlabel="optimiser steps", ylabel="score in context", title="Real graphs, never trained on")
             axes.legend()
             log_figure(trainer, "in_context", figure)
+            log_table(trainer, "real_graphs", [_row(name, curve) for name, curve in self.curves.items()])
         if self.graphs:
-            prior, real = trainer.datamodule.statistics(self.graphs)
+            with progress(trainer, f"Statistics of {self.graphs} synthetic graphs", 1):
+                prior, real = trainer.datamodule.statistics(self.graphs)
             figure = new_figure(12, 3.5)
             for axes, (name, values) in zip(figure.subplots(1, len(prior)), prior.items(), strict=True):
                 axes.hist(values[np.isfinite(values)], 30, color="0.7", label="prior")
@@ -67,3 +89,9 @@ class GraphEvaluation(Callback):
     def load_state_dict(self, state: dict[str, dict[str, list[tuple[int, float]]]]) -> None:
         """Go on with the stored curves."""
         self.curves = state["curves"]
+
+
+def _row(name: str, curve: list[tuple[int, float]]) -> dict[str, Any]:
+    """Scores of a graph along the fit, and the optimiser step of the best."""
+    step, best = max(curve, key=lambda point: point[1])
+    return {"graph": name, "first": curve[0][1], "best": best, "best_step": step, "last": curve[-1][1]}

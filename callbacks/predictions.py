@@ -10,6 +10,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from callbacks.checks import require
+from callbacks.files import whole_file
 from lightning_modules.distributed import gather_rows
 
 
@@ -36,6 +38,7 @@ class PredictionWriter(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Keep the batch on the CPU."""
+        require(self, isinstance(outputs, dict), "a predict_step that returns a dict", outputs)
         self._batches.append({k: v.cpu() if isinstance(v, Tensor) else list(v) for k, v in outputs.items()})
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -48,7 +51,6 @@ class PredictionWriter(Callback):
         rows = gather_rows(rows)
         if trainer.is_global_zero:
             path = Path(trainer.default_root_dir) / "predictions.csv"
-            path.parent.mkdir(parents=True, exist_ok=True)
             names = getattr(pl_module, "prediction_columns", {})
             if {"label", "probability"} <= rows.keys():
                 k = rows["probability"].shape[1]
@@ -73,10 +75,8 @@ class PredictionWriter(Callback):
             else:
                 header.append(key)
                 columns.append(values.tolist() if isinstance(values, Tensor) else values)
-        unfinished = path.with_suffix(".part")
-        with unfinished.open("w", newline="") as file:
+        with whole_file(path) as unfinished, unfinished.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(header)
             for i in order:
                 writer.writerow([f"{c[i]:.6g}" if isinstance(c[i], float) else c[i] for c in columns])
-        unfinished.rename(path)

@@ -12,7 +12,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 from matplotlib.figure import Figure
 
-from callbacks.figures import log_figure, new_figure
+from callbacks.checks import at_least, require
+from callbacks.figures import log_figure, log_table, new_figure
+from callbacks.progress import progress
 from lightning_modules.distributed import gather_rows
 
 
@@ -96,30 +98,37 @@ class Rollouts(Callback):
     chunks, 1 is seamless), `overlap_disagreement` (action units), `jerk` (m/s^3, of the hand), `high_band_energy` (a
     fraction), `nearest_demonstration` (m, median distance of an episode's layout to the nearest demonstrated one),
     and in the test `latency_ms` (median of one plan for one robot). Written to `<run>/plots`: a GIF of one episode
-    of each task, and a plot of its executed against its predicted actions.
+    of each task, and a plot of its executed against its predicted actions. After a fit `<run>/val_episodes.csv` has a
+    row for each episode of the last validation, after a test `test_episodes.csv`: task, seed of the layout, success,
+    steps, the measures above; both are tables in W&B.
 
     Args:
-        episodes: Of each task.
-        max_steps: Control steps of an episode.
+        episodes: Of each task, at least 1.
+        max_steps: Control steps of an episode, at least 1.
         picture: Side of the GIF in pixels; 0 for none.
-        latency_calls: Plans that are timed in the test, after 10 that are not.
+        latency_calls: Plans that are timed in the test, after 10 that are not; 0 for none.
     """
 
     log: Callable[..., None]  # given by Lightning
 
     def __init__(self, episodes: int = 20, max_steps: int = 200, picture: int = 128, latency_calls: int = 100) -> None:
+        at_least(1, episodes=episodes, max_steps=max_steps)
+        at_least(0, picture=picture, latency_calls=latency_calls)
         self.episodes, self.max_steps, self.picture, self.latency_calls = episodes, max_steps, picture, latency_calls
         self._simulators: dict[str, Any] = {}
+        self._rows: list[dict[str, Any]] = []  # of the last evaluation
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse data without a simulator, and ranks without an episode.
+        """Refuse what is no policy, data without a simulator, and ranks without an episode.
 
         Raises:
-            ValueError: If there is no simulator, or there are fewer episodes than ranks.
+            ValueError: If the module plans no chunks of actions, there is no simulator, or there are fewer episodes
+                than ranks.
         """
+        plans = {"history", "horizon", "action_steps", "action_dim"} <= pl_module.hparams.keys()
+        require(self, plans, "a policy such as FocalPolicy or VideoPolicy", pl_module)
         data = trainer.datamodule
-        if not hasattr(data, "simulators"):
-            raise ValueError("callbacks.Rollouts needs a data module with a simulator: remove it from the config")
+        require(self, hasattr(data, "simulators"), "a data module with a simulator, such as RobotDemonstrations", data)
         if data.source != "metaworld":
             data.simulators("")  # says why not
         if self.episodes < trainer.world_size:
@@ -139,22 +148,28 @@ class Rollouts(Callback):
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate on the test layouts, and time the policy."""
         self._evaluate(trainer, pl_module, "test")
+        log_table(trainer, "test_episodes", self._rows)
         if self.latency_calls:
             self.log("test/latency_ms", self._latency(trainer, pl_module))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the episodes of the last validation."""
+        log_table(trainer, "val_episodes", self._rows)
 
     # ------------------------------------------------------------------------------------------- evaluation
 
     def _evaluate(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data = trainer.datamodule
         per_task = []
+        self._rows = []
         for task in data.tasks:
             if task not in self._simulators:
                 self._simulators[task] = data.simulators(task)
             simulators = self._simulators[task]
             seeds = data.episode_seeds(task, stage, self.episodes)[trainer.global_rank :: trainer.world_size]
-            rollout = self.rollout(trainer, pl_module, simulators, seeds)
+            rollout = self.rollout(trainer, pl_module, simulators, seeds, f"{stage}: {task}")
             demonstrated = data.layouts(task)
-            rows: dict[str, list[float]] = {}
+            rows: dict[str, list[float]] = {"seed": list(seeds)}
             for i in range(len(seeds)):
                 row = episode_metrics(
                     rollout.executed[i],
@@ -171,6 +186,7 @@ class Rollouts(Callback):
                     rows.setdefault(name, []).append(value)
             columns = {name: np.array(values) for name, values in gather_rows(rows).items()}
             per_task.append(columns)
+            self._rows += _episodes(task, columns)
             self.log(f"{stage}/success_rate_{task}", float(columns["solved"].mean()))
             if trainer.is_global_zero:
                 name = f"{stage}_{task}"
@@ -181,25 +197,30 @@ class Rollouts(Callback):
             self.log(f"{stage}/{name}", value, prog_bar=name == "success_rate")
 
     @torch.inference_mode()
-    def rollout(self, trainer: Trainer, pl_module: LightningModule, simulators: Any, seeds: list[int]) -> Rollout:
-        """Run an episode for each seed, in step."""
+    def rollout(
+        self, trainer: Trainer, pl_module: LightningModule, simulators: Any, seeds: list[int], what: str
+    ) -> Rollout:
+        """Run an episode for each seed, in step; `what` is shown beside the bar."""
         h = pl_module.hparams
         executed_slice = slice(h["history"] - 1, h["history"] - 1 + h["action_steps"])
         step, layouts = simulators.reset(seeds)
         executed, windows, hand, frames = [], [], [], []
-        for chunk in range(-(-self.max_steps // h["action_steps"])):
-            shape = (h["horizon"], h["action_dim"])
-            noise = np.stack([np.random.default_rng([s, chunk]).standard_normal(shape, np.float32) for s in seeds])
-            observation = {k: torch.from_numpy(v).to(pl_module.device) for k, v in step.observation.items()}
-            window = pl_module(observation, torch.from_numpy(noise).to(pl_module.device)).float().cpu().numpy()
-            actions = window[:, executed_slice].clip(simulators.low, simulators.high)
-            step = simulators.step(actions, self.picture if trainer.is_global_zero else 0)
-            executed.append(actions)
-            windows.append(window)
-            hand.append(step.hand)
-            frames += list(step.frames)
-            if trainer.strategy.reduce_boolean_decision(bool(step.solved.all()), all=True):
-                break
+        chunks = -(-self.max_steps // h["action_steps"])
+        with progress(trainer, f"{what}, {len(seeds)} episodes in the simulator", chunks) as bar:
+            for chunk in range(chunks):
+                shape = (h["horizon"], h["action_dim"])
+                noise = np.stack([np.random.default_rng([s, chunk]).standard_normal(shape, np.float32) for s in seeds])
+                observation = {k: torch.from_numpy(v).to(pl_module.device) for k, v in step.observation.items()}
+                window = pl_module(observation, torch.from_numpy(noise).to(pl_module.device)).float().cpu().numpy()
+                actions = window[:, executed_slice].clip(simulators.low, simulators.high)
+                step = simulators.step(actions, self.picture if trainer.is_global_zero else 0)
+                executed.append(actions)
+                windows.append(window)
+                hand.append(step.hand)
+                frames += list(step.frames)
+                bar.update()
+                if trainer.strategy.reduce_boolean_decision(bool(step.solved.all()), all=True):
+                    break
         actions, predicted, hands = (np.stack(x, axis=1) for x in (executed, windows, hand))
         pictures = np.array(frames, dtype=np.uint8)
         return Rollout(step.solved, step.steps, actions, predicted, hands, layouts, pictures)
@@ -232,6 +253,17 @@ class Rollouts(Callback):
                 import wandb
 
                 logger.experiment.log({name: wandb.Video(str(path))})
+
+
+def _episodes(task: str, columns: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """A row for each episode of a task, by seed; `None` where it was too short to tell."""
+    others = [name for name in columns if name not in ("seed", "solved", "steps")]
+    rows = []
+    for i in np.argsort(columns["seed"]):
+        row = {"task": task, "seed": int(columns["seed"][i]), "success": bool(columns["solved"][i])}
+        row |= {"steps": int(columns["steps"][i])}
+        rows.append(row | {name: None if np.isnan(x := columns[name][i]) else float(x) for name in others})
+    return rows
 
 
 def summary(per_task: list[dict[str, np.ndarray]]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+
+from callbacks.checks import at_least
+from callbacks.figures import log_table
+from callbacks.files import whole_file
 
 CONFIG = "config.yaml"
 
@@ -72,10 +77,11 @@ class MetricsCsv(CSVLogger):
 
     Args:
         save_dir: the run folder.
-        flush_logs_every_n_steps: how often rows are written to disk.
+        flush_logs_every_n_steps: how often rows are written to disk, at least 1.
     """
 
     def __init__(self, save_dir: str = "{run}", flush_logs_every_n_steps: int = 100) -> None:
+        at_least(1, flush_logs_every_n_steps=flush_logs_every_n_steps)
         super().__init__(save_dir, name="", version="", flush_logs_every_n_steps=flush_logs_every_n_steps)
 
     @property
@@ -88,15 +94,19 @@ class MetricsCsv(CSVLogger):
 
 
 class RunFolder(SaveConfigCallback):
-    """Writes `config.yaml` once, beside the checkpoints, and `test_metrics.json` after a test.
+    """Writes `config.yaml` once, beside the checkpoints, and the figures of a test.
 
-    All ranks agree on the folder of rank 0. The id of a W&B run is kept in the checkpoint, so that a resumed fit
-    and a later test go on in the same W&B run. After a fit the command of the test is printed.
+    These are `test_metrics.json`, and `test_metrics.csv`, a table in W&B. All ranks agree on the folder of rank 0. The
+    id of a W&B run is kept in the checkpoint, so that a resumed fit and a later test go on in the same W&B run. After a
+    fit the command of the test is printed. A fit that fails before its first checkpoint, its first logged row and the
+    end of its first epoch leaves no folder behind.
     """
 
     def __init__(self, parser: Any, config: Any, **kwargs: Any) -> None:
         super().__init__(parser, config, save_to_log_dir=False, **kwargs)
         self.wandb_id: str | None = None
+        self._new = not Path(config.trainer.default_root_dir).exists()  # nothing else has written to it yet
+        self._epoch_finished = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Agree on the folder; save the config of a fit."""
@@ -106,10 +116,8 @@ class RunFolder(SaveConfigCallback):
                 self.wandb_id = logger.experiment.id
         path = Path(trainer.default_root_dir) / CONFIG
         if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run and not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(".part")
-            self.parser.save(self.config, unfinished, skip_none=False, overwrite=True, multifile=False)
-            unfinished.rename(path)
+            with whole_file(path) as unfinished:
+                self.parser.save(self.config, unfinished, skip_none=False, overwrite=True, multifile=False)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger) and trainer.is_global_zero and stage == "fit":
                 logger.experiment.config.update({"cli": self.config.as_dict()}, allow_val_change=True)
@@ -132,21 +140,43 @@ class RunFolder(SaveConfigCallback):
             rank_zero_info(f"Test it with:\n  fulgurite test -c {_near(config)} --ckpt_path {_near(Path(path))}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """A run that ends before its first step leaves nothing behind."""
-        folder = Path(trainer.default_root_dir)
-        if trainer.is_global_zero and trainer.global_step == 0 and folder.is_dir():
-            left = [p.name for p in folder.iterdir()]
-            if left in ([], [CONFIG]) and trainer.state.fn == "fit":
-                (folder / CONFIG).unlink(missing_ok=True)
-                folder.rmdir()
+        """A fit that ends before its first checkpoint, logged row and finished epoch leaves nothing behind."""
+        if not trainer.is_global_zero or trainer.state.fn != "fit" or not self._new:
+            return
+        for logger in trainer.loggers:
+            logger.finalize("failed")  # writes the rows that wait, and closes files
+        if not self._epoch_finished and not _has_results(trainer):
+            for logger in trainer.loggers:
+                if isinstance(logger, WandbLogger):
+                    import wandb
+
+                    wandb.finish(exit_code=1)
+            shutil.rmtree(trainer.default_root_dir, ignore_errors=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember that the run has come so far."""
+        self._epoch_finished = True
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the test's figures as JSON."""
         if trainer.is_global_zero and not trainer.fast_dev_run:
             metrics = {k: v.item() if torch.is_tensor(v) else v for k, v in trainer.callback_metrics.items()}
             path = Path(trainer.default_root_dir) / "test_metrics.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(dict(sorted(metrics.items())), indent=1) + "\n")
+            with whole_file(path) as unfinished:
+                unfinished.write_text(json.dumps(dict(sorted(metrics.items())), indent=1) + "\n")
+            log_table(trainer, "test_metrics", [{"metric": k, "value": v} for k, v in sorted(metrics.items())])
+
+
+def _has_results(trainer: Trainer) -> bool:
+    """Whether a run has a checkpoint, or will have one, or has logged a row."""
+    folder = Path(trainer.default_root_dir)
+    if any(path.is_file() for path in (folder / "checkpoints").rglob("*")):
+        return True
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "last_model_path", "") or getattr(callback, "save_on_exception", True):
+            return True
+    elsewhere = any(not isinstance(logger, CSVLogger) for logger in trainer.loggers)
+    return (folder / "metrics.csv").exists() or (elsewhere and bool(trainer.logged_metrics))
 
 
 def _near(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Speech that a model makes, as WAV files and spectrograms in the run folder."""
+"""Speech that a model makes, as WAV files and spectrograms in the run folder, and what it hears in recordings."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from lightning.pytorch.loggers import WandbLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from callbacks.figures import log_figure, new_figure
+from callbacks.checks import at_least, require
+from callbacks.figures import log_figure, log_table, new_figure
 from lightning_modules.most.module import MoST
 
 
@@ -21,21 +22,40 @@ class SpeechSamples(Callback):
     `predict`, the `samples` of a batch become files `<run>/predictions/<index>.wav` and a column `file`; put it in
     front of `PredictionWriter`.
 
+    After a fit and after a test, `val_transcripts.csv` and `test_transcripts.csv` (tables in W&B) set what was said in
+    the first recordings of the split beside what the model hears.
+
     Args:
         texts: what is spoken after training; by default the first texts of the validation split.
-        count: how many by default.
+        count: how many by default, at least 1.
+        recordings: how many are transcribed, at most a batch; 0 leaves the tables out.
     """
 
-    def __init__(self, texts: list[str] | None = None, count: int = 2) -> None:
-        self.texts, self.count = texts, count
+    def __init__(self, texts: list[str] | None = None, count: int = 2, recordings: int = 8) -> None:
+        at_least(1, count=count)
+        at_least(0, recordings=recordings)
+        self.texts, self.count, self.recordings = texts, count, recordings
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse another method.
+
+        Raises:
+            ValueError: if it is not MoST, or there is no data module to take texts from.
+        """
+        require(self, isinstance(pl_module, MoST), "the method MoST", pl_module)
+        data = trainer.datamodule
+        require(self, stage == "predict" or data is not None, "a data module such as SpeechText", data)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Speak, write and draw."""
+        """Transcribe, speak, write and draw."""
         assert isinstance(pl_module, MoST)
-        if trainer.fast_dev_run or pl_module.vocoder is None:
+        if trainer.fast_dev_run:
+            return
+        pl_module.eval()
+        self._transcribe(trainer, pl_module, trainer.datamodule.val_dataloader(), "val")
+        if pl_module.vocoder is None:
             return
         texts = self.texts or next(iter(trainer.datamodule.val_dataloader())).text[: self.count]
-        pl_module.eval()
         speech = pl_module.speak(texts)  # on all ranks: a sharded model needs them all
         rate = pl_module.encoder.sample_rate
         folder = Path(trainer.default_root_dir) / "samples"
@@ -47,6 +67,22 @@ class SpeechSamples(Callback):
                     if isinstance(logger, WandbLogger):
                         logger.log_audio("samples", [str(folder / f"{i}.wav")], caption=[text])
         trainer.print(f"Spoken in {folder}: {'; '.join(texts)}")
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Transcribe."""
+        self._transcribe(trainer, pl_module, trainer.datamodule.test_dataloader(), "test")
+
+    def _transcribe(self, trainer: Trainer, pl_module: LightningModule, loader: Any, stage: str) -> None:
+        if self.recordings == 0:
+            return
+        batch = next(iter(loader))
+        audio, length = (x[: self.recordings].to(pl_module.device) for x in (batch.audio, batch.length))
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            heard = pl_module(audio, length)  # on all ranks
+        columns = (batch.name, batch.speaker, batch.text, heard)
+        rows = zip(*(column[: len(heard)] for column in columns), length.tolist(), strict=True)
+        names = ("file", "speaker", "text", "transcript")
+        log_table(trainer, f"{stage}_transcripts", [dict(zip(names, row[:4], strict=True)) for row in rows if row[4]])
 
     def on_predict_batch_end(
         self,

@@ -11,9 +11,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from callbacks.figures import log_figure, new_figure
+from callbacks.checks import at_least, require
+from callbacks.figures import log_figure, log_table, new_figure
+from callbacks.progress import progress
 from lightning_modules.ann_snn.conversion import SpikingNetwork, convert, simulate, teacher_features
-from lightning_modules.ann_snn.energy import measure_energy
+from lightning_modules.ann_snn.energy import AC_NJ, MAC_NJ, measure_energy
 from lightning_modules.ann_snn.losses import cka_from_hsic, hsic
 from lightning_modules.ann_snn.module import AnnSnn
 from lightning_modules.distributed import gather_batch, read_checkpoint
@@ -33,12 +35,14 @@ class SpikingReport(Callback):
     ANN before and after fine-tuning (unbiased, mean over batches), and of the closed loop the firing rate of each layer
     (spikes per neuron and step), accuracy under noise on the pixels, and energy by a count of operations (nJ per
     image; `lightning_modules.ann_snn.energy`). A table is printed; `report_val.json` or `report_test.json` and four
-    pictures go to the run folder; figures of a test are logged as `test/...`.
+    pictures go to the run folder; figures of a test are logged as `test/...`. Two tables are also CSV files there and
+    tables in W&B, `val_accuracy` and `val_layers` or `test_...`: of each network at each T, and the operations, energy
+    and firing rates layer by layer.
 
     Args:
-        time_steps: T at which accuracy is counted; the largest bounds the cost.
+        time_steps: T at which accuracy is counted, at least 1; the largest bounds the cost.
         noise: standard deviations of the noise, in units of the pixel range; empty leaves the curve out.
-        chunk: steps simulated at once; memory grows with it.
+        chunk: steps simulated at once, at least 1; memory grows with it.
         others: checkpoints of `AnnSnn` that were trained at other T; each is a row more in the table, which then is the
             matrix of training T by test T.
     """
@@ -52,12 +56,22 @@ class SpikingReport(Callback):
     ) -> None:
         if not time_steps or min(time_steps) < 1:
             raise ValueError(f"time_steps {time_steps} must be at least 1")
+        at_least(1, chunk=chunk)
+        at_least(0, noise=min(noise, default=0))
         self.time_steps, self.noise, self.chunk = sorted(time_steps), list(noise), chunk
         self.others = others or []
         self.networks: dict[str, nn.Module] = {}
         self.sums: dict[str, Tensor] = {}  # summed over images, to be reduced over ranks
         self.terms: dict[str, Tensor] = {}  # HSIC of global batches, the same on every rank
         self.counted: dict[str, bool] = {}  # whether a layer's operations are accumulates
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse another method.
+
+        Raises:
+            ValueError: if it is not AnnSnn.
+        """
+        require(self, isinstance(pl_module, AnnSnn), "the method AnnSnn", pl_module)
 
     # ------------------------------------------------------------------------------------------ measuring
 
@@ -177,6 +191,8 @@ class SpikingReport(Callback):
             figure = draw(report)
             if figure is not None:
                 log_figure(trainer, f"{stage}_{name}", figure)
+        log_table(trainer, f"{stage}_accuracy", accuracy_rows(report))
+        log_table(trainer, f"{stage}_layers", layer_rows(report))
 
     # ----------------------------------------------------------------------------------------------- hooks
 
@@ -188,10 +204,10 @@ class SpikingReport(Callback):
         assert isinstance(pl_module, AnnSnn)
         self.start(trainer, pl_module)
         limit = int(trainer.num_val_batches[0])
-        for i, batch in enumerate(loaders):
-            if i == limit:
-                break
-            self.add(trainer, pl_module, pl_module.transfer_batch_to_device(batch, pl_module.device, 0))
+        with progress(trainer, "Report on the validation images", limit) as bar:
+            for batch in islice(loaders, limit):
+                self.add(trainer, pl_module, pl_module.transfer_batch_to_device(batch, pl_module.device, 0))
+                bar.update()
         self.show(trainer, self.finish(trainer, pl_module), "val")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -256,6 +272,29 @@ def table(report: dict[str, Any], what: str) -> str:
     lines = [head, f"{'T':>{width}}" + "".join(f"{t:>8}" for t in report["time_steps"])]
     lines += [f"{name:<{width}}" + "".join(f"{x:>8}" for x in cells) for name, cells in rows.items()]
     return "\n".join(lines)
+
+
+def accuracy_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Network, T (none for the ANN), accuracy in [0, 1] and the same over the ANN's."""
+    ann = report["ann_accuracy"]
+    points = [("ANN", None, ann)]
+    points += [
+        (name, t, x)
+        for name, values in report["accuracy"].items()
+        for t, x in zip(report["time_steps"], values, strict=True)
+    ]
+    return [{"network": n, "time_steps": t, "accuracy": x, "relative": x / ann if ann else None} for n, t, x in points]
+
+
+def layer_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Per layer with weights and image: MACs of the ANN, operations and energy in nJ; per neuron layer: firing rate."""
+    rows: list[dict[str, Any]] = []
+    for name, count in report["operations"].items():
+        energy = count["synops"] * (AC_NJ if count["accumulates"] else MAC_NJ)
+        row = {"macs": count["macs"], "operations": count["synops"], "energy_nj": energy, "firing_rate": None}
+        rows.append({"layer": name} | row)
+    nothing = {"macs": None, "operations": None, "energy_nj": None}
+    return rows + [{"layer": name} | nothing | {"firing_rate": x} for name, x in report["firing_rate"].items()]
 
 
 def draw_accuracy(report: dict[str, Any]) -> Any:
