@@ -6,13 +6,12 @@
     python benchmarks/fedhpro_comparison.py table
 
 A source is whatever `FederatedImages` takes. For every row the learning rate of the clients is chosen from `--lrs` by
-the accuracy on validation images (mean of the last five rounds, seed 100); while the best is at an end of those
-tried, the next one beyond (by a factor of two) is tried as well. `--tuned_on` takes over what was chosen in another
-setting. Then `--seeds` are run with it. The budget
-(rounds, epochs, batch, network) is one for all. The figure of merit is the test accuracy, mean of the last five
-rounds; with several domains the mean over domains. Each run is one JSON file below
-`benchmarks/results/fedhpro/<setting>`, written the moment it exists; runs that exist are passed over, so the script
-can be stopped and started again; one that was made with other options of the data is an error. `--jobs 2` runs two
+the accuracy on validation images (mean of the last five rounds and of `--tuning_seeds`); while the best is at an end
+of those tried, the next one beyond (by a factor of two) is tried as well. `--tuned_on` takes over what was chosen in
+another setting. Then `--seeds` are run with it. The budget (rounds, epochs, batch, network) is one for all. The figure
+of merit is the test accuracy, mean of the last five rounds; with several domains the mean over domains. Each run is one
+JSON file below `benchmarks/results/fedhpro/<setting>`, written the moment it exists; runs that exist are passed over,
+so the script can be stopped and started again; one that was made with other options of the data is an error. `--jobs 2` runs two
 rows at a time.
 """
 
@@ -34,7 +33,6 @@ from datamodules import FederatedImages
 from lightning_modules import FedHPro
 
 RESULTS = Path(__file__).parent / "results" / "fedhpro"
-TUNING_SEED = 100
 LAST = 5  # rounds that count
 ANCHORS = {"tau": 0.2, "margin_normalize": True}
 ROWS: dict[str, dict[str, Any]] = {  # name: arguments; the strategy is named before "_", or in STRATEGY
@@ -203,22 +201,35 @@ def run_row(options: argparse.Namespace, row: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     folder, setting = RESULTS / (options.name or options.setting), data_options(options)
-    tried: dict[float, dict[str, Any]] = {}
+    tried: dict[float, float] = {}
     ahead = list(options.lrs)
     if options.tuned_on:
-        runs = [json.loads(p.read_text()) for p in (RESULTS / options.tuned_on).glob(f"{row}-lr*-tuning.json")]
-        best, ahead = max(runs, key=val_score)["lr"], []
+        tried, ahead = tuning(RESULTS / options.tuned_on, row), []
+        best = max(tried, key=tried.__getitem__)
     while ahead:
         for lr in ahead:
-            path = folder / f"{row}-lr{lr:g}-tuning.json"
-            tried[lr] = stored(path, lambda lr=lr: one_run(options, row, lr, TUNING_SEED), setting)
-        best = max(tried, key=lambda lr: val_score(tried[lr]))
+            runs = []
+            for seed in options.tuning_seeds:
+                path = folder / f"{row}-lr{lr:g}-tuning{'' if seed == 100 else seed}.json"
+                runs.append(stored(path, lambda lr=lr, seed=seed: one_run(options, row, lr, seed), setting))
+            tried[lr] = statistics.mean(map(val_score, runs))
+        best = max(tried, key=tried.__getitem__)
         ahead = [best / 2] * (best == min(tried)) + [best * 2] * (best == max(tried))
     for seed in options.seeds:
         path = folder / f"{row}-seed{seed}.json"
         if path.exists() and json.loads(path.read_text())["lr"] != best:
             path.unlink()  # from before the rates were chosen anew
         stored(path, lambda seed=seed: one_run(options, row, best, seed), setting)
+
+
+def tuning(folder: Path, row: str) -> dict[float, float]:
+    """Validation accuracy of each learning rate that was tried for a row, mean of the tuning seeds."""
+    found: dict[float, list[float]] = {}
+    for path in folder.glob(f"{row}-lr*-tuning*.json"):
+        result = json.loads(path.read_text())
+        found.setdefault(result["lr"], []).append(val_score(result))
+    most = max(map(len, found.values()), default=0)  # a rate that one seed alone has tried was out of the question
+    return {lr: statistics.mean(scores) for lr, scores in found.items() if len(scores) == most}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -247,8 +258,8 @@ def table(options: argparse.Namespace) -> None:
             shown = [f"{statistics.mean(g):+.1f}: {' '.join(f'{x:+.1f}' for x in g)}" if g else "" for g in gaps]
             lr = next(iter(runs[row].values()))["lr"]
             mean = statistics.mean(scores.values())
-            tuning = [json.loads(p.read_text()) for p in folder.glob(f"{row}-lr*-tuning.json")]
-            val = f"{100 * max(map(val_score, tuning)):.1f}" if tuning else ""
+            tried = tuning(folder, row)
+            val = f"{100 * tried[lr]:.1f}" if lr in tried else ""
             print(f"| {row} | {lr:g} | {val} | {mean:.1f} ± {spread:.1f} | {shown[0]} | {shown[1]} |")
             curves = [result["val"] for result in runs[row].values() if "diverged" not in result]
             if curves and "_" not in row:
@@ -256,7 +267,8 @@ def table(options: argparse.Namespace) -> None:
                 mean_curve = [100 * statistics.mean(v) for v in zip(*curves, strict=True)]
                 axes.plot(rounds, mean_curve, "-" if number < 10 else "--", label=row)  # there are ten colours
         if gap := _gaps(runs, "HyperPrototypes", "FedAvg"):
-            bar, strict = BARS.get(folder.name, BAR), folder.name in BARS
+            setting = next(iter(runs["FedAvg"].values()))["setting"]
+            bar, strict = BARS.get(setting, BAR), setting in BARS
             held = statistics.mean(gap) >= bar and (min(gap) > 0 or not strict)
             print(f"bar: FedHPro {bar:+.1f} or more to FedAvg{', every seed positive' if strict else ''}: ", end="")
             print(f"{'held' if held else 'not held'} ({statistics.mean(gap):+.2f})")
@@ -285,6 +297,7 @@ def main() -> None:
     first = [row for row in ROWS if "_" not in row]
     running.add_argument("--rows", nargs="+", choices=ROWS, default=first)
     running.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    running.add_argument("--tuning_seeds", nargs="+", type=int, default=[100])
     running.add_argument("--lrs", nargs="+", type=float, default=[0.1, 0.2])
     running.add_argument("--tuned_on", help="folder of a setting whose chosen learning rates are taken over")
     running.add_argument("--rounds", type=int, default=25)
