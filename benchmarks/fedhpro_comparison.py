@@ -11,8 +11,8 @@ of those tried, the next one beyond (by a factor of two) is tried as well. `--tu
 another setting. Then `--seeds` are run with it. The budget (rounds, epochs, batch, network) is one for all. The figure
 of merit is the test accuracy, mean of the last five rounds; with several domains the mean over domains. Each run is one
 JSON file below `benchmarks/results/fedhpro/<setting>`, written the moment it exists; runs that exist are passed over,
-so the script can be stopped and started again; one that was made with other options of the data is an error. `--jobs 2` runs two
-rows at a time.
+so the script can be stopped and started again; one that was made with other options of the data is an error.
+`--jobs 2` runs two rows at a time.
 """
 
 import argparse
