@@ -37,6 +37,7 @@ class Term(NamedTuple):
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)  # it is kept, and a tensor made in inference mode cannot be trained through later
 def dct_matrix(length: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
     r"""Orthonormal DCT-II: $C_{kn} = w_k \cos(\pi (n + 1/2) k / L)$, $w_0 = \sqrt{1/L}$, else $\sqrt{2/L}$.
 
@@ -102,7 +103,7 @@ def frequency_term(
         The term; its count is the number of valid windows (steps over `l`).
 
     Raises:
-        ValueError: If the mode is unknown, or the number of band weights is not the number of frequencies.
+        ValueError: If the mode is unknown, or the band weights are not as many as the frequencies, or below 0.
     """
     length = predicted.shape[1]
     difference = predicted - target
@@ -120,8 +121,10 @@ def frequency_term(
     elif mode == "dct_l1":
         total = gap.abs().sum()
     elif mode == "dct_band":
-        if band_weights is None or len(band_weights) != length:
-            raise ValueError(f"freq_mode dct_band needs one weight a frequency: {length} numbers in band_weights")
+        if band_weights is None or len(band_weights) != length or not all(weight >= 0 for weight in band_weights):
+            raise ValueError(
+                f"freq_mode dct_band needs one weight a frequency: {length} numbers of at least 0 in band_weights"
+            )
         weights = torch.tensor(list(band_weights), dtype=gap.dtype, device=gap.device)
         total = (weights[:, None] * gap.square()).sum()
     elif mode == "none":

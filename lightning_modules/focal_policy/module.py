@@ -7,7 +7,7 @@ equations to functions and lists where this differs from the released code.
 
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -25,12 +25,16 @@ from .losses import (
     Term,
     consistency_objective,
     foresight_composite_objective,
+    frequency_term,
     time_term,
 )
 from .network import ResidualBlock
 from .policy import PolicyConfig, PolicyNetwork
 from .rollout import RolloutPolicy, load_pretrained, save_pretrained
 from .sampler import TimeSampler, flow_times
+
+
+Objective = Literal["composite", "consistency"]
 
 
 class FocalPolicy(LightningModule):
@@ -94,8 +98,8 @@ class FocalPolicy(LightningModule):
             start from.
 
     Raises:
-        ValueError: If the window does not pass the U-Net, the executed steps do not fit into it, or options exclude
-            each other.
+        ValueError: If a number is out of range, the window does not pass the U-Net, the executed steps do not fit into
+            it, or options exclude each other.
     """
 
     block_types = (ResidualBlock, PointEncoder, ImageEncoder)
@@ -116,7 +120,7 @@ class FocalPolicy(LightningModule):
         point_features: int = 64,
         state_features: int = 64,
         image_features: int = 64,
-        objective: Literal["composite", "consistency"] = "composite",
+        objective: Objective = "composite",
         time_sampler: TimeSampler | None = None,
         mean_t: float = 0.6,
         std_t: float = 1.6,
@@ -147,13 +151,28 @@ class FocalPolicy(LightningModule):
         self.hparams.update({k: None for k in ("optimizer", "lr_scheduler") if callable(self.hparams[k])})
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.time_sampler = time_sampler or ("v0" if objective == "composite" else "cfm")
-        self._config(action_dim=1, state_dim=1, point_channels=0, image_crop=0)  # checks horizon and slices at once
+        # What would be refused in the first step, or never, is refused at once.
+        given = {"action_dim": action_dim, "state_dim": state_dim, "point_channels": point_channels}
+        given = {name: size for name, size in (given | {"image_crop": image_crop}).items() if size is not None}
+        self._config(**given)
+        names = {"objective": Objective, "freq_mode": FreqMode, "time_scope": Scope, "freq_scope": Scope}
+        chosen = {name: (self.hparams[name], get_args(known)) for name, known in names.items()}
+        for name, (value, known) in (chosen | {"time_sampler": (self.time_sampler, get_args(TimeSampler))}).items():
+            if value not in known:
+                raise ValueError(f"{name} {value!r} is none of {', '.join(known)}")
+        positive = dict.fromkeys(("freq_weight", "velocity_weight", "std_t", "std_r", "warmup_steps"), (0, math.inf))
+        ranges = positive | {"segments": (1, math.inf), "ratio": (0, 1), "delta": (0, 1), "seed": (0, 2**32 - 1)}
+        for name, (low, high) in ranges.items():
+            if not low <= self.hparams[name] <= high:
+                raise ValueError(f"{name} {self.hparams[name]} is outside [{low}, {high}]")
+        window = torch.zeros(1, horizon if freq_scope == "window" else action_steps, 1)
+        frequency_term(window, window, freq_mode, band_weights=band_weights)
         if objective == "consistency" and segments > 1 and self.time_sampler != "cfm":
             raise ValueError(
                 f"time_sampler {self.time_sampler} does not keep the anchor in the student's segment: set segments to 1"
             )
         if not 0 <= proximal_start <= horizon - action_steps:
-            raise ValueError(f"proximal_start {proximal_start} is outside [0, horizon - action_steps]")
+            raise ValueError(f"proximal_start {proximal_start} is outside [0, {horizon - action_steps}]")
         self.network: PolicyNetwork | None = None
 
     # ------------------------------------------------------------------------------------------- building
@@ -195,6 +214,11 @@ class FocalPolicy(LightningModule):
                 raise ValueError(f"model.{name} is {wanted} and the demonstrations have {size}: leave it out")
         if self.hparams["image_crop"] is None:
             self.hparams["image_crop"] = 76 * ("image" in shapes)
+        elif self.hparams["image_crop"] and "image" not in shapes:
+            raise ValueError(
+                f"model.image_crop is {self.hparams['image_crop']} and the demonstrations have no image: leave it out, "
+                "or name the images in data.keys (in Meta-World: data.observe)"
+            )
 
     def configure_model(self) -> None:
         """Build the network once; shard it under FSDP2."""

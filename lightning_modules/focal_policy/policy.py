@@ -85,6 +85,12 @@ class PolicyConfig:
             )
 
     @property
+    def observed(self) -> list[str]:
+        """The kinds of observation that the policy needs."""
+        sizes = {"state": self.state_dim, "point_cloud": self.point_channels, "image": self.image_crop}
+        return [name for name, size in sizes.items() if size]
+
+    @property
     def executed(self) -> slice:
         """The steps of a window that are executed: the one of the newest observation and those after it."""
         return slice(self.history - 1, self.history - 1 + self.action_steps)

@@ -1,8 +1,10 @@
 """A trained policy that a robot loop or a Gymnasium loop can call, and its files. Needs no Lightning."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +47,7 @@ class RolloutPolicy:
     def reset(self) -> None:
         """Forget the history and the planned actions: a new episode begins."""
         self._history: list[dict[str, Tensor]] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._queue: list[np.ndarray] = []
         self.window: np.ndarray | None = None
         """The last planned window `(l, d)`, or `(b, l, d)` for a batch."""
@@ -54,13 +57,15 @@ class RolloutPolicy:
 
         Args:
             observation: `state` `(state_dim,)`, `point_cloud` `(n, channels)` floats, `image` `(h, w, 3)` uint8, as
-                the policy needs. All may have the same leading batch axis, for several robots in step.
+                the policy needs. All may have the same leading batch axis, for several robots in step. They are
+                copied.
 
         Returns:
             Action `(d,)`, or `(b, d)` for a batch, in its own units, float32, not clipped.
 
         Raises:
-            ValueError: If a kind of observation is missing or has another size.
+            ValueError: If a kind of observation is missing, has another shape or type than needed or than at the last
+                step, or is not finite. Nothing of it is remembered.
         """
         frame, batched = self._frame(observation)
         self._history = [*(self._history or [frame] * self.config.history), frame][-self.config.history :]
@@ -84,20 +89,37 @@ class RolloutPolicy:
     def _frame(self, observation: Mapping[str, np.ndarray | Tensor]) -> tuple[dict[str, Tensor], bool]:
         """The observation as a batch of tensors, and whether it came as one."""
         c = self.config
-        wanted = {"state": (c.state_dim, 1), "point_cloud": (c.point_channels, 2), "image": (3 * bool(c.image_crop), 3)}
-        frame, batched = {}, False
-        for name, (size, dims) in wanted.items():
-            if not size:
-                continue
-            if name not in observation:
-                raise ValueError(f"the observation has no {name}; the policy needs it")
-            x = torch.as_tensor(np.asarray(observation[name]))
-            if x.shape[-1] != size:
-                raise ValueError(f"{name} has {x.shape[-1]} numbers, the policy was trained on {size}")
-            batched = x.ndim > dims
-            x = x if batched else x[None]
-            frame[name] = x if name == "image" else x.float()
-        return frame, batched
+        if not isinstance(observation, Mapping):
+            raise ValueError(f"the observation is a {type(observation).__name__}: give a dict of arrays by name")
+        arrays = {name: _array(observation, name) for name in c.observed}
+        needed = {
+            "state": ([(c.state_dim, c.state_dim)], f"({c.state_dim},) numbers"),
+            "point_cloud": ([(1, math.inf), (c.point_channels,) * 2], f"(n, {c.point_channels}) numbers"),
+            "image": ([(c.image_crop, math.inf)] * 2 + [(3, 3)], f"(h, w, 3) uint8, h and w at least {c.image_crop}"),
+        }
+        batch = {}
+        for name, x in arrays.items():
+            axes, words = needed[name]
+            lead, shape = x.shape[: -len(axes)], x.shape[-len(axes) :]
+            fits = len(lead) <= 1 and 0 not in lead and len(shape) == len(axes)
+            fits &= all(low <= size <= high for size, (low, high) in zip(shape, axes, strict=False))
+            if not fits or (x.dtype != np.uint8 if name == "image" else x.dtype.kind not in "fiub"):
+                raise ValueError(
+                    f"{name} has the shape {x.shape} of {x.dtype}; needed is {words}, with or without a batch axis"
+                )
+            if not np.isfinite(x).all():
+                raise ValueError(f"{name} is not finite")
+            last = self._shapes.get(name, x.shape)
+            if x.shape != last:
+                raise ValueError(f"{name} has the shape {x.shape}, at the last step {last}: call reset() in between")
+            batch[name] = list(lead)
+        if len({tuple(lead) for lead in batch.values()}) > 1:
+            found = ", ".join(f"{name} has {lead}" for name, lead in batch.items())
+            raise ValueError(f"the observation is not one batch: {found}")
+        self._shapes = {name: x.shape for name, x in arrays.items()}
+        batched = bool(batch[c.observed[0]])
+        tensors = {name: torch.from_numpy(x if batched else x[None]) for name, x in arrays.items()}
+        return {name: x if name == "image" else x.float() for name, x in tensors.items()}, batched
 
     # -------------------------------------------------------------------------------------------- files
 
@@ -114,6 +136,17 @@ class RolloutPolicy:
             ValueError: If the files are of another class or a newer version.
         """
         return cls(load_pretrained(source), seed, device)
+
+
+def _array(observation: Mapping[str, Any], name: str) -> np.ndarray:
+    """A copy of one entry: what it came from may be overwritten by the next step."""
+    if name not in observation:
+        raise ValueError(f"the observation has no {name}; the policy needs it")
+    value = observation[name]
+    try:
+        return np.array(value.detach().cpu() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is no array of numbers: {error}") from None
 
 
 def save_pretrained(network: PolicyNetwork, folder: str | Path) -> None:

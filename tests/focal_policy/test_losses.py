@@ -31,6 +31,16 @@ def test_dct_matrix_is_orthonormal_and_agrees_with_scipy(length):
     torch.testing.assert_close(dct(x), expected, atol=1e-12, rtol=0)
 
 
+def test_a_test_run_before_training_does_not_spoil_the_kept_matrix():
+    """Lightning tests in inference mode, whose tensors no backward pass may use."""
+    dct_matrix.cache_clear()
+    x = torch.randn(1, 6, 2, requires_grad=True)
+    with torch.inference_mode():
+        dct(x)
+    dct(x).square().sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+
+
 def test_constant_window_has_only_the_lowest_frequency():
     gap = dct(torch.ones(1, 12, 1, dtype=torch.float64))[0, :, 0]
     assert gap[0] == pytest.approx(12**0.5)
@@ -73,6 +83,8 @@ def test_unknown_modes_and_missing_weights_say_so():
         frequency_term(x, y, "dct_l3")
     with pytest.raises(ValueError, match="12 numbers"):
         frequency_term(x, y, "dct_band", band_weights=[1.0])
+    with pytest.raises(ValueError, match="at least 0"):
+        frequency_term(x, y, "dct_band", band_weights=[1.0] * 11 + [-1.0])
 
 
 def test_padded_steps_do_not_count():

@@ -1,11 +1,14 @@
 import csv
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
 
 from callbacks import EMA, PredictionWriter
+from datamodules import RobotDemonstrations
+from datamodules.recordings import Keys
 from lightning_modules import FocalPolicy
 from lightning_modules.focal_policy.rollout import RolloutPolicy
 from tests.focal_policy.toys import data, policy
@@ -147,6 +150,52 @@ def test_default_schedule_warms_up_and_ends_at_zero(tmp_path):
     assert rates[4:] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"freq_weight": -1e-4}, "freq_weight -0.0001 is outside"),
+        ({"freq_weight": float("nan")}, "freq_weight nan is outside"),
+        ({"velocity_weight": -1.0}, "velocity_weight -1.0 is outside"),
+        ({"ratio": 1.5}, r"ratio 1.5 is outside \[0, 1\]"),
+        ({"segments": 0}, "segments 0 is outside"),
+        ({"warmup_steps": -1}, "warmup_steps -1 is outside"),
+        ({"seed": -1}, "seed -1 is outside"),
+        ({"objective": "flow"}, "objective 'flow' is none of composite, consistency"),
+        ({"time_sampler": "v7"}, "time_sampler 'v7' is none of v0"),
+        ({"freq_mode": "fft"}, "freq_mode 'fft' is none of dct_l2"),
+        ({"freq_scope": "chunk"}, "freq_scope 'chunk' is none of proximal, window"),
+        ({"freq_mode": "dct_band"}, "12 numbers of at least 0 in band_weights"),
+        ({"freq_mode": "dct_band", "band_weights": [1.0] * 12, "freq_scope": "proximal"}, "4 numbers"),
+        ({"action_steps": 0}, "action_steps 0 must be at least 1"),
+        ({"history": 0}, "history 0 must be"),
+        ({"inference_steps": 0}, "inference_steps 0 must be"),
+        ({"eps": 1.0}, r"eps 1.0 is outside \[0, 1\)"),
+        ({"widths": []}, r"widths \[\] must be one or more"),
+        ({"image_crop": 32}, "image_crop 32 must be at least 33"),
+        ({"action_dim": 0}, "action_dim 0 must be"),
+    ],
+)
+def test_options_are_refused_before_anything_is_read(options, message):
+    with pytest.raises(ValueError, match=message):
+        policy(**options)
+
+
+def test_images_are_learnt_from_and_too_small_ones_name_the_option(tmp_path):
+    path = tmp_path / "seen.hdf5"
+    rng = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        for i in range(4):
+            file[f"data/demo_{i}/obs/eye"] = rng.integers(0, 256, (14, 70, 72, 3)).astype(np.uint8)
+            file[f"data/demo_{i}/actions"] = rng.normal(size=(14, 2))
+    images = {"batch_size": 3, "keys": Keys(image="eye"), "val_fraction": 0.25}
+    short = {"max_steps": 1, "limit_val_batches": 0}
+    module = policy(image_crop=64)
+    trainer(tmp_path, **short).fit(module, RobotDemonstrations(str(path), **images))
+    assert [module.hparams[k] for k in ("state_dim", "image_crop")] == [0, 64]
+    with pytest.raises(ValueError, match=r"70x72 pixels are smaller than the crop of 76: lower model\.image_crop"):
+        trainer(tmp_path, **short).fit(policy(), RobotDemonstrations(str(path), **images))
+
+
 def test_what_does_not_fit_says_so(tmp_path):
     with pytest.raises(ValueError, match="set segments to 1"):
         policy(objective="consistency", time_sampler="v0")
@@ -156,6 +205,8 @@ def test_what_does_not_fit_says_so(tmp_path):
         policy(horizon=8, action_steps=8)
     with pytest.raises(ValueError, match="proximal_start"):
         policy(proximal_start=9)
+    with pytest.raises(ValueError, match=r"image_crop is 76 and the demonstrations have no image: leave it out"):
+        trainer(tmp_path).fit(policy(image_crop=76), data(tmp_path))
     with pytest.raises(ValueError, match="needs to be told action_dim, state_dim"):
         policy().configure_model()
     with pytest.raises(ValueError, match=r"model\.action_dim is 7 and the demonstrations have 2"):

@@ -37,6 +37,8 @@ def test_impossible_networks_say_so():
         ConditionalUnet1d(3, 7, (8, 16), kernel_size=4)
     with pytest.raises(ValueError, match="even"):
         ConditionalUnet1d(3, 7, (8, 16), time_features=7)
+    with pytest.raises(ValueError, match="one or more multiples"):
+        ConditionalUnet1d(3, 7, ())
     with pytest.raises(ValueError, match="observes nothing"):
         ObservationEncoder(2, 0, 0)
 
@@ -77,13 +79,32 @@ def test_condition_reads_history_only_and_keeps_the_order_of_the_parts():
 
 
 def test_image_crop_follows_the_corner():
-    encoder = ImageEncoder(features=5, crop=24)
-    image = torch.randint(0, 256, (3, 2, 32, 30, 3), dtype=torch.uint8)
+    torch.manual_seed(0)
+    encoder = ImageEncoder(features=5, crop=64)
+    image = torch.randint(0, 256, (3, 2, 72, 70, 3), dtype=torch.uint8)
     centre = encoder(image)
     assert centre.shape == (3, 2, 5)
-    torch.testing.assert_close(encoder(image[..., 4:28, 3:27, :]), centre, atol=1e-4, rtol=1e-4)
+    close = {"atol": 1e-5, "rtol": 1e-4}
+    torch.testing.assert_close(encoder(image[..., 4:68, 3:67, :]), centre, **close)
     corner = torch.tensor([[0.0, 0.0], [0.999, 0.999], [0.999, 0.0]])[:, None].expand(-1, 2, -1)
-    expected = torch.stack([image[0, :, :24, :24], image[1, :, 8:, 6:], image[2, :, 8:, :24]])
-    torch.testing.assert_close(encoder(image, corner), encoder(expected), atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match="smaller than image_crop"):
-        encoder(image[..., :20, :, :])
+    expected = torch.stack([image[0, :, :64, :64], image[1, :, 8:, 6:], image[2, :, 8:, :64]])
+    found = encoder(image, corner)
+    torch.testing.assert_close(found, encoder(expected), **close)
+    assert (found - centre).abs().max() > 1e-3  # another crop is another feature
+    with pytest.raises(ValueError, match=r"60x70 pixels are smaller than the crop of 64: lower model\.image_crop"):
+        encoder(image[..., :60, :, :])
+
+
+def test_the_image_encoder_sees():
+    """Other images, other conditions, and every weight learns; what ResNet-18 would see as one point is refused."""
+    torch.manual_seed(0)
+    encoder = ObservationEncoder(1, state_dim=0, point_channels=0, image_crop=64)
+    image = torch.zeros(2, 1, 64, 64, 3, dtype=torch.uint8)
+    image[0, :, :20, :20], image[1, :, 40:, 40:] = 255, 255
+    condition = encoder({"image": image})
+    assert (condition[0] - condition[1]).abs().max() > 1e-2
+    condition.square().sum().backward()
+    assert all(float(p.grad.abs().max()) > 0 for p in encoder.image_encoder.backbone.parameters())
+    for crop in (1, 32):
+        with pytest.raises(ValueError, match=f"image_crop {crop} must be at least 33"):
+            ImageEncoder(crop=crop)

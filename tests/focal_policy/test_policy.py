@@ -56,6 +56,32 @@ def test_impossible_windows_say_so():
     assert PolicyConfig().executed == slice(1, 5)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("action_dim", 0),
+        ("action_steps", 0),
+        ("history", 0),
+        ("inference_steps", 0),
+        ("state_dim", -1),
+        ("point_features", 0),
+        ("image_crop", 32),
+        ("image_crop", -76),
+        ("eps", 1.0),
+        ("eps", -0.1),
+        ("eps", float("nan")),
+        ("widths", ()),
+        ("widths", (0, 8, 8)),
+        ("groups", 0),
+        ("kernel_size", 4),
+        ("time_features", 9),
+    ],
+)
+def test_numbers_out_of_range_are_named(option, value):
+    with pytest.raises(ValueError, match=rf"^{option} .*must be|^{option} .*outside"):
+        PolicyConfig(**{option: value})
+
+
 def test_one_step_is_one_call_at_eps_with_a_step_of_one():
     net = network()
     observation = {"state": torch.randn(4, 2, 3)}
@@ -97,14 +123,68 @@ def test_act_on_a_batch_keeps_the_axis():
     assert policy.window.shape == (5, 12, 2)
 
 
-def test_the_wrong_observation_says_so():
-    policy = RolloutPolicy(network())
-    with pytest.raises(ValueError, match="no state"):
-        policy.act({"image": np.zeros((8, 8, 3))})
-    with pytest.raises(ValueError, match="4 numbers, the policy was trained on 3"):
-        policy.act({"state": np.zeros(4)})
+def test_a_policy_without_a_normaliser_says_so():
     with pytest.raises(ValueError, match="not fitted"):
         RolloutPolicy(PolicyNetwork(PolicyConfig(**SMALL)))
+
+
+@pytest.fixture(scope="module")
+def seeing() -> PolicyNetwork:
+    return network(point_channels=3, image_crop=64)
+
+
+GOOD = {"state": np.zeros(3), "point_cloud": np.zeros((5, 3)), "image": np.zeros((66, 70, 3), np.uint8)}
+WRONG = {
+    "scalar state": ("state", np.float32(1), r"state .* shape \(\)"),
+    "long state": ("state", np.zeros(4), r"state .* shape \(4,\) .* needed is \(3,\)"),
+    "state with two axes too many": ("state", np.zeros((1, 1, 3)), r"state .* shape \(1, 1, 3\)"),
+    "words": ("state", ["a", "b", "c"], "state .* <U1"),
+    "ragged": ("state", [[1.0], [1.0, 2.0]], "state is no array of numbers"),
+    "nothing": ("state", None, "state .* object"),
+    "not a number": ("state", np.array([0, np.nan, 1]), "state is not finite"),
+    "a point": ("point_cloud", np.zeros(3), r"point_cloud .* shape \(3,\) .* needed is \(n, 3\)"),
+    "no point": ("point_cloud", np.zeros((0, 3)), r"point_cloud .* shape \(0, 3\)"),
+    "coloured points": ("point_cloud", np.zeros((5, 6)), r"point_cloud .* shape \(5, 6\)"),
+    "infinite point": ("point_cloud", np.full((5, 3), np.inf), "point_cloud is not finite"),
+    "float image": ("image", np.zeros((66, 70, 3)), "image .* float64; needed is .* uint8"),
+    "channels first": ("image", np.zeros((3, 66, 70), np.uint8), r"image .* shape \(3, 66, 70\)"),
+    "small image": ("image", np.zeros((60, 70, 3), np.uint8), r"image .* \(60, 70, 3\) .* needed .* at least 64"),
+    "two robots, one cloud": ("state", np.zeros((2, 3)), r"one batch: state has \[2\], point_cloud has \[\]"),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_observation_is_named_and_forgotten(name, value, message, seeing):
+    policy = RolloutPolicy(seeing)
+    with pytest.raises(ValueError, match=message):
+        policy.act(GOOD | {name: value})
+    assert policy.act(GOOD).shape == (2,)  # nothing of it is remembered
+
+
+def test_observations_change_no_size_within_an_episode(seeing):
+    policy = RolloutPolicy(seeing)
+    for name in GOOD:
+        with pytest.raises(ValueError, match=f"the observation has no {name}"):
+            policy.act({k: v for k, v in GOOD.items() if k != name})
+    with pytest.raises(ValueError, match="ndarray"):
+        policy.act(np.zeros(3))
+    policy.act(GOOD)
+    with pytest.raises(ValueError, match=r"point_cloud has the shape \(4, 3\), at the last step \(5, 3\).* reset"):
+        policy.act(GOOD | {"point_cloud": np.zeros((4, 3))})
+    with pytest.raises(ValueError, match=r"state has the shape \(2, 3\), at the last step \(3,\).* reset"):
+        policy.act({k: np.stack([v, v]) for k, v in GOOD.items()})
+    policy.reset()
+    assert policy.act({k: np.stack([v, v]) for k, v in GOOD.items()}).shape == (2, 2)
+
+
+def test_the_history_is_a_copy_and_takes_any_array():
+    """A simulator may write every observation into the same memory, hand out a flipped view, or a tensor."""
+    net, state = network(), np.zeros(3)
+    policy, apart = RolloutPolicy(net), RolloutPolicy(net)
+    for step in range(5):
+        state[:] = [step, 0, 1]
+        seen = policy.act({"state": state if step % 2 else state[::-1][::-1]})
+        np.testing.assert_array_equal(seen, apart.act({"state": torch.tensor([step, 0.0, 1.0])}))
 
 
 def test_saved_policy_acts_the_same(tmp_path):
@@ -127,9 +207,12 @@ def test_files_that_are_no_policy_say_so(tmp_path):
             RolloutPolicy.from_pretrained(tmp_path)
 
 
-def test_state_points_and_images_together():
-    net = network(point_channels=3, image_crop=16)
-    net.normalizer.fit({"action": torch.randn(9, 2), "state": torch.randn(9, 3), "point_cloud": torch.randn(9, 5, 3)})
-    policy = RolloutPolicy(net)
-    observation = {"state": np.zeros(3), "point_cloud": np.zeros((5, 3)), "image": np.zeros((32, 32, 3), np.uint8)}
-    assert policy.act(observation).shape == (2,)
+def test_the_action_depends_on_state_points_and_image(seeing):
+    def act(**changes) -> np.ndarray:
+        return RolloutPolicy(seeing).act(GOOD | changes)
+
+    np.testing.assert_array_equal(act(), act())
+    image = GOOD["image"].copy()
+    image[:30, :30] = 255
+    for change in ({"state": np.ones(3)}, {"point_cloud": np.ones((5, 3))}, {"image": image}):
+        assert np.abs(act(**change) - act()).max() > 1e-5
