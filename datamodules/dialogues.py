@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from datamodules.checks import read_text
 from datamodules.espeak import speak_in_new_process
 
 CODE = re.compile(r"```|\bdef \w+\(|\bimport \w+|#include|</\w+>|\\begin\{|;\s*$", re.MULTILINE)
@@ -29,7 +30,7 @@ def read_dialogues(path: Path) -> tuple[list[list[tuple[str, str]]], int]:
         ValueError: naming the lines that are no dialogue.
     """
     dialogues, skipped, problems = [], 0, []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:

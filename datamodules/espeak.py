@@ -5,19 +5,21 @@ That package is GPL-3.0, so it is an optional extra and is imported only when so
 
 import ctypes
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from datamodules.progress import progress
+
 _RATE, _PITCH, _UTF8, _SYNCHRONOUS = 1, 3, 1, 2  # of espeak-ng's speak_lib.h
 
 Request = tuple[str, str, int, int]
 
 
-def speak_in_new_process(requests: Sequence[Request]) -> tuple[int, list[np.ndarray]]:
+def speak_in_new_process(requests: Sequence[Request], what: str = "speaking") -> tuple[int, list[np.ndarray]]:
     """Speak texts one after the other, in a process of their own.
 
     espeak-ng carries hidden state from one text to the next, so only a new process makes the same sound every time.
@@ -25,6 +27,7 @@ def speak_in_new_process(requests: Sequence[Request]) -> tuple[int, list[np.ndar
     Args:
         requests: text, voice (espeak-ng's name, a variant after a plus: `en-us+f3`), words per minute (80 to 450)
             and pitch (0 to 100) of each.
+        what: is shown beside the progress.
 
     Returns:
         The rate in Hz, and int16 samples of each request.
@@ -33,8 +36,26 @@ def speak_in_new_process(requests: Sequence[Request]) -> tuple[int, list[np.ndar
         ImportError: if espeakng-loader is not installed.
         ValueError: if a voice does not exist.
     """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(speak, list(requests)).result()
+    context = get_context("spawn")
+    done = context.Value("i", 0)
+    with (
+        progress(what, len(requests)) as bar,
+        ProcessPoolExecutor(1, context, initializer=_count_in, initargs=(done,)) as pool,
+    ):
+        job = pool.submit(speak, list(requests))
+        while not wait([job], timeout=0.2).done:
+            bar.update(done.value - bar.n)
+        spoken = job.result()
+        bar.update(len(requests) - bar.n)
+    return spoken
+
+
+_done: Any = None  # in the process that speaks: how many requests are done, for the one that waits
+
+
+def _count_in(done: Any) -> None:
+    global _done
+    _done = done
 
 
 def speak(requests: Sequence[Request]) -> tuple[int, list[np.ndarray]]:
@@ -70,4 +91,6 @@ def speak(requests: Sequence[Request]) -> tuple[int, list[np.ndarray]]:
         library.espeak_Synth(raw, len(raw) + 1, 0, 0, 0, _UTF8, None, None)
         library.espeak_Synchronize()
         spoken.append(np.frombuffer(b"".join(chunks), np.int16))
+        if _done is not None:
+            _done.value = len(spoken)
     return rate, spoken

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from datamodules.checks import check_fractions, check_least, check_seeds
 from datamodules.images import (
     DOWNLOADS,
     Arrays,
@@ -21,17 +22,20 @@ from datamodules.images import (
     _image_paths,
     _npz,
     augment,
+    check_normalisation,
     download,
     stratified,
 )
 from datamodules.order import Draw, GlobalBatches, Loader, counter_uniform, ranks
 from datamodules.partitions import (
     by_domain,
+    check_alpha,
     deal_held_out,
     dirichlet,
     dirichlet_balanced,
     even,
     long_tail,
+    long_tail_counts,
     quantity,
     shards,
 )
@@ -207,6 +211,10 @@ class FederatedImages(LightningDataModule):
         parts: the rows of each client in `table`, after `setup`.
         held_out: int64 `[validation images]`, the client of each, or -1; after `setup`.
         table: all training images, after `setup`.
+
+    Raises:
+        ValueError: a number is out of range.
+        FileNotFoundError: there is no such source.
     """
 
     def __init__(
@@ -239,16 +247,17 @@ class FederatedImages(LightningDataModule):
         super().__init__()
         if unknown := set(augment or ()) - {"crop", "flip", "autoaugment"}:
             raise ValueError(f"augment has {sorted(unknown)}: known are crop, flip and autoaugment")
-        for name, fraction in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
-            if not 0 < fraction < 1:
-                raise ValueError(f"{name} {fraction} is outside (0, 1)")
-        if clients < 1:
-            raise ValueError(f"clients is {clients}: a federation needs at least one")
-        optional = {"images_per_client": images_per_client, "train_size": train_size, "test_size": test_size}
-        optional |= {"image_size": image_size, "eval_batch_size": eval_batch_size}
-        for name, number in optional.items():
-            if number is not None and number < 1:
-                raise ValueError(f"{name} is {number}: give at least 1, or leave it out")
+        check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
+        check_least(1, clients=clients, images_per_client=images_per_client, classes_per_client=classes_per_client)
+        check_least(1, train_size=train_size, test_size=test_size)
+        check_least(1, image_size=image_size, eval_batch_size=eval_batch_size)
+        check_seeds(seed=seed)
+        if partition in ("dirichlet", "dirichlet_balanced", "quantity"):
+            check_alpha(alpha)
+        if long_tail is not None:
+            long_tail_counts(1, 2, long_tail)
+        if class_names is not None and (not class_names or len(set(class_names)) < len(class_names)):
+            raise ValueError(f"class_names {class_names} needs at least one name, and none twice")
         if channels not in (None, 1, 3):
             raise ValueError(f"channels is {channels}: give 1 or 3, or leave it out")
         if not 0 < participation <= 1 or round(participation * clients) == 0:
@@ -270,6 +279,9 @@ class FederatedImages(LightningDataModule):
         self.mean, self.std, self.seed, self.predict_folder = mean, std, seed, predict_folder
         self.class_names = class_names
         self.classes: list[str] = []
+        check_normalisation(mean, std, channels)
+        if partition == "domain":
+            self._clients_per_domain()
         if len(set(self.sources)) < len(self.sources):
             raise ValueError(f"sources {', '.join(self.sources)} name the same images twice")
         names = [source if source in ("digits", *DOWNLOADS) else Path(source).stem for source in self.sources]
@@ -371,9 +383,8 @@ class FederatedImages(LightningDataModule):
         if len(shapes) > 1:
             raise ValueError(f"the sources have images of the shapes {sorted(shapes)}: set image_size and channels")
         (channels, *_) = next(iter(shapes))
+        check_normalisation(self.mean, self.std, channels)
         mean, std = self.mean or [0.5] * channels, self.std or [0.5] * channels
-        if len(mean) != channels or len(std) != channels:
-            raise ValueError(f"mean and std need one number for each of the {channels} channels")
         return Table(
             pixels=torch.cat([pixels for pixels, _ in parts]),
             labels=torch.from_numpy(np.concatenate([labels for _, labels in parts])),

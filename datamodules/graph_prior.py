@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from datamodules.checks import check_least, check_ranges, check_seeds
 from datamodules.graph_attributes import (
     PRIOR_ACTIVATIONS,
     Adjacency,
@@ -189,6 +190,14 @@ def _covered(y: Ints, n_context: int, classes: int) -> bool:
     return len(np.unique(y)) == len(np.unique(y[:n_context])) == len(np.unique(y[n_context:])) == classes
 
 
+MOST_REJECTED = 1000
+"""Draws in a row of which one must pass; with the default settings, most do."""
+
+
+def _nothing_passes(prior: Any, reason: str) -> str:
+    return f"{type(prior).__name__}: none of {MOST_REJECTED} graphs passes ({reason}): widen settings such as nodes"
+
+
 # --- the released prior -----------------------------------------------------------------------------------------------
 
 
@@ -243,8 +252,13 @@ class PaperPrior:
         )
 
     def __call__(self, rng: Generator) -> GraphTask:
-        """Draw a graph that passes the filters."""
-        while True:
+        """Draw a graph that passes the filters.
+
+        Raises:
+            ValueError: none of `MOST_REJECTED` draws passes.
+        """
+        reason = ""
+        for _ in range(MOST_REJECTED):
             n = round(_log_uniform(rng, *self.nodes))
             degree = _log_uniform(rng, *(self.sparse_degree if _coin(rng) else self.dense_degree))
             n_context = int(n * rng.uniform(*self.context))
@@ -274,8 +288,9 @@ class PaperPrior:
                         x, value = sample_attributes(rng, pairs, size, scm)
                         y = _labels(rng, value, task, classes, quantile)
                     return self._finish(rng, pairs, x, y, n_context, 0 if task == "regression" else classes)
-                except Rejected:
-                    pass
+                except Rejected as error:
+                    reason = str(error)
+        raise ValueError(_nothing_passes(self, reason))
 
     def _attributes_first(
         self, rng: Generator, n: int, degree: float, scm: Scm, classes: int, quantile: float
@@ -364,10 +379,15 @@ class SmallPrior:
     edgeless: float = 0.2
 
     def __call__(self, rng: Generator, shared: Generator) -> GraphTask:
-        """Draw a graph; `shared` is the same for all graphs of a batch."""
+        """Draw a graph; `shared` is the same for all graphs of a batch.
+
+        Raises:
+            ValueError: none of `MOST_REJECTED` draws passes.
+        """
+        reason = ""
         n = round(_log_uniform(shared, *self.nodes))
         regression, edgeless = shared.random() < self.regression, shared.random() < self.edgeless
-        while True:
+        for _ in range(MOST_REJECTED):
             try:
                 kind = rng.random()
                 if regression or kind < self.scm:
@@ -377,8 +397,9 @@ class SmallPrior:
                 else:
                     pairs, x, y = self._class_first(rng, n)
                 return self._finish(rng, pairs, x, y, regression, edgeless)
-            except Rejected:
-                pass
+            except Rejected as error:
+                reason = str(error)
+        raise ValueError(_nothing_passes(self, reason))
 
     def _degree(self, rng: Generator, n: int) -> float:
         return min(_log_uniform(rng, *self.degree), n / 4)
@@ -549,6 +570,40 @@ class SmallPrior:
         return _as_task(pairs, x[order], y[order], n_context, classes)
 
 
+def check_settings(prior: PaperPrior | SmallPrior) -> None:
+    """Refuse settings of which no graph can be drawn.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    for field in fields(prior):
+        name, value, default = f"settings.{field.name}", getattr(prior, field.name), field.default
+        pair, kind = isinstance(default, tuple), float
+        if isinstance(default, int) or (isinstance(default, tuple) and isinstance(default[0], int)):
+            kind = int
+        numbers = list(value) if pair and isinstance(value, (list, tuple)) else [value]
+        right = len(numbers) == 1 + pair and all(
+            isinstance(number, (int, kind)) and not isinstance(number, bool) for number in numbers
+        )
+        if not right:
+            whole = "whole number" if kind is int else "number"
+            raise ValueError(f"{name} is {value!r}, needed is " + (f"a pair of {whole}s" if pair else f"one {whole}"))
+        if pair:
+            check_ranges(1 if kind is int else 1e-6, **{name: numbers})
+        elif kind is int:
+            check_least(1, **{name: value})
+        elif not 0 <= value <= 1:
+            raise ValueError(f"{name} {value} is outside [0, 1]")
+    if isinstance(prior, PaperPrior):
+        if prior.context[1] >= 1:
+            raise ValueError(f"settings.context {list(prior.context)} must end below 1, or no node is left to predict")
+        if prior.nodes[1] * prior.context[1] < 1:
+            raise ValueError(f"settings.context {list(prior.context)} of so few nodes leaves none to learn from")
+        check_least(4, **{"the end of settings.features": prior.features[1]})  # fewer columns are rejected
+    else:
+        check_least(20, **{"the start of settings.nodes": prior.nodes[0]})
+
+
 # --- data module ------------------------------------------------------------------------------------------------------
 
 
@@ -585,6 +640,9 @@ class GraphPrior(LightningDataModule):
         num_workers: processes that draw graphs; 0 draws them in the training process.
         seed: of all graphs.
         real: real graphs to look at during pretraining, each the arguments of a `NodeClassification`.
+
+    Raises:
+        ValueError: a number is out of range, or the prior has no such setting.
     """
 
     def __init__(
@@ -607,6 +665,10 @@ class GraphPrior(LightningDataModule):
                 f"{', '.join(field.name for field in fields(kind))}"
             )
         self.prior = kind(**(settings or {}))
+        check_settings(self.prior)
+        check_least(1, batch_size=batch_size, graphs_per_epoch=graphs_per_epoch, validation_graphs=validation_graphs)
+        check_least(0, num_workers=num_workers)
+        check_seeds(seed=seed)
         self.batch_size = batch_size
         self.graphs_per_epoch = graphs_per_epoch
         self.validation_graphs = validation_graphs

@@ -240,6 +240,8 @@ def two_level_graph(
         Rejected: the draw is not usable.
     """
     base = max(int(n * (1 - attached_share)), smallest_subgraph + 1)
+    if base > n:
+        raise Rejected(f"{n} nodes are too few for a subgraph of {smallest_subgraph}")
     degree = average_degree
     if attached_share > 0:
         degree = max((degree - attached_share * (1 + attached_degree) / 2) / (1 - attached_share), 1.0)

@@ -1,5 +1,6 @@
 """Images with one label each: scikit-learn digits, CIFAR, Fashion-MNIST, `.npz` files and folders of images."""
 
+import math
 import os
 import shutil
 import socket
@@ -19,6 +20,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from datamodules.checks import DISK_FULL, check_fractions, check_least, check_seeds, read_npz
 from datamodules.order import Draw, GlobalBatches, Loader, counter_uniform, ranks
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".webp")
@@ -31,6 +33,10 @@ DOWNLOADS = {
     "mnist": ("MNIST", (0.1307,), (0.3081,), (60_000, 10_000)),
     "usps": ("USPS", (0.2469,), (0.2989,), (7_291, 2_007)),
     "svhn": ("SVHN", (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970), (73_257, 26_032)),
+}
+DEFAULTS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "digits": ((0.3,), (0.38,)),
+    **{source: (mean, std) for source, (_, mean, std, _) in DOWNLOADS.items()},
 }
 
 
@@ -170,6 +176,22 @@ def augment(pixels: Tensor, steps: tuple[str, ...], numbers: Tensor) -> Tensor:
     return pixels
 
 
+def check_normalisation(mean: list[float] | None, std: list[float] | None, channels: int | None) -> None:
+    """Refuse what pixels cannot be normalised by; None is left open.
+
+    Raises:
+        ValueError: naming `mean` or `std`.
+    """
+    for name, numbers in (("mean", mean), ("std", std)):
+        if numbers is None:
+            continue
+        if len(numbers) != (channels or len(numbers) or 1):
+            needed = f"each of the {channels} channels" if channels else "each channel"
+            raise ValueError(f"{name} {numbers} needs one number for {needed}")
+        if not np.isfinite(numbers).all() or (name == "std" and min(numbers) <= 0):
+            raise ValueError(f"{name} {numbers} must be finite" + (" and above 0" if name == "std" else ""))
+
+
 class ImageClassification(LightningDataModule):
     """Images with one label each.
 
@@ -197,6 +219,10 @@ class ImageClassification(LightningDataModule):
 
     Attributes:
         classes: names of the classes, after `setup`.
+
+    Raises:
+        ValueError: a number is out of range.
+        FileNotFoundError: there is no such source.
     """
 
     def __init__(
@@ -219,11 +245,17 @@ class ImageClassification(LightningDataModule):
         unknown = set(augment or ()) - {"crop", "flip", "autoaugment"}
         if unknown:
             raise ValueError(f"augment has {sorted(unknown)}: known are crop, flip and autoaugment")
-        if not 0 < val_fraction < 1:
-            raise ValueError(f"val_fraction {val_fraction} is outside (0, 1)")
+        check_fractions(val_fraction=val_fraction)
+        check_least(1, batch_size=batch_size, train_size=train_size, image_size=image_size)
+        check_least(0, num_workers=num_workers)
+        check_seeds(seed=seed)
+        if channels not in (1, 3):
+            raise ValueError(f"channels is {channels}: give 1 or 3")
         if source not in ("digits", *DOWNLOADS) and not Path(source).exists():
             known = ", ".join(("digits", *DOWNLOADS))
             raise FileNotFoundError(f"image source {source!r} is neither a file or folder nor one of {known}")
+        known_channels = len(DEFAULTS[source][0]) if source in DEFAULTS else channels if Path(source).is_dir() else None
+        check_normalisation(mean, std, known_channels)
         self.source, self.data_dir, self.batch_size = source, Path(data_dir), batch_size
         self.val_fraction, self.train_size, self.augment = val_fraction, train_size, tuple(augment or ())
         self.image_size, self.channels, self.seed, self.num_workers = image_size, channels, seed, num_workers
@@ -251,13 +283,13 @@ class ImageClassification(LightningDataModule):
             stores = _npz(Path(self.source))
         self.classes = stores.pop("classes")
         channels = self.channels if isinstance(stores["train"], Files) else stores["train"].pixels.shape[1]
-        defaults = {"digits": ((0.3,), (0.38,))} | {k: (m, s) for k, (_, m, s, _) in DOWNLOADS.items()}
-        mean, std = defaults.get(self.source, ((0.5,) * channels, (0.5,) * channels))
+        mean, std = DEFAULTS.get(self.source, ((0.5,) * channels, (0.5,) * channels))
+        check_normalisation(self.mean, self.std, channels)
         self._mean, self._std = tuple(self.mean or mean), tuple(self.std or std)
-        if len(self._mean) != channels or len(self._std) != channels:
-            raise ValueError(f"mean and std need one number for each of the {channels} channels")
         train = np.arange(len(stores["train"].labels))
         if "val" not in stores:
+            if math.ceil(len(train) * self.val_fraction) >= len(train):
+                raise ValueError(f"{self.source}: val_fraction {self.val_fraction} of {len(train)} images leaves none")
             train, val = stratified(stores["train"].labels, self.val_fraction, self.seed)
             stores["val"] = stores["train"]
         else:
@@ -362,11 +394,7 @@ def _digits() -> dict[str, Any]:
 
 
 def _npz(path: Path) -> dict[str, Any]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {k: file[k] for k in file.files}
-    except Exception as error:  # numpy raises many kinds for a broken file
-        raise ValueError(f"{path} cannot be read as .npz: {' '.join(str(error).split())}") from None
+    arrays = read_npz(path)
     stores: dict[str, Any] = {}
     for split in ("train", "val", "test"):
         if split == "val" and "val_images" not in arrays:
@@ -387,8 +415,13 @@ def _npz(path: Path) -> dict[str, Any]:
             )
         pixels = torch.from_numpy(images if images.ndim == 4 else images[..., None])
         stores[split] = Arrays(pixels.permute(0, 3, 1, 2).contiguous(), labels.astype(np.int64))
-        if not len(labels):
-            raise ValueError(f"{path}: {split}_images holds no image")
+        if not images.size:
+            raise ValueError(f"{path}: {split}_images holds no image, its shape is {list(images.shape)}")
+        if stores[split].pixels.shape[1:] != stores["train"].pixels.shape[1:]:
+            raise ValueError(
+                f"{path}: {split}_images are of another size than train_images: {list(images.shape)} and "
+                f"{list(arrays['train_images'].shape)}"
+            )
         if labels.max() > stores["train"].labels.max():
             raise ValueError(f"{path}: {split}_labels has class {labels.max()}, which train_labels lacks")
     stores["classes"] = [str(i) for i in range(int(stores["train"].labels.max()) + 1)]
@@ -469,6 +502,8 @@ def download(source: str, data_dir: Path) -> Path:
         np.savez(work / "all.npz", **arrays)
         os.replace(work / "all.npz", target)
     except (urllib.error.URLError, OSError, RuntimeError) as error:
+        if getattr(error, "errno", None) in DISK_FULL:
+            raise
         reason = " ".join(str(error).split())
         raise FileNotFoundError(
             f"{class_name} is not in {data_dir} and cannot be downloaded ({reason}): put torchvision's files of it "

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from multiprocessing import get_context
@@ -23,6 +23,9 @@ from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 import numpy as np
+
+from datamodules.checks import check_least
+from datamodules.progress import progress
 
 CONTROL_HZ = 80
 MAX_STEPS = 200
@@ -45,6 +48,9 @@ class Observation:
         rays: Side of the square grid of rays that a point cloud is made of.
         crop: Box of the point cloud, in metres: (x, y, z) of the low and of the high corner. The default leaves out
             the table top and the walls.
+
+    Raises:
+        ValueError: If a size is negative, the box is empty, or nothing is observed.
     """
 
     state: Literal["full", "robot", "none"] = "full"
@@ -55,6 +61,15 @@ class Observation:
     position: tuple[float, float, float] = (0.6, 0.295, 0.8)
     rays: int = 84
     crop: tuple[tuple[float, float, float], tuple[float, float, float]] = ((-0.6, 0.2, 0.005), (0.6, 1.1, 0.7))
+
+    def __post_init__(self) -> None:
+        check_least(0, points=self.points, image=self.image)
+        check_least(1, rays=self.rays)
+        for axis, low, high in zip("xyz", *self.crop, strict=True):
+            if not low < high:
+                raise ValueError(f"crop goes from {low} to {high} along {axis}: the low corner comes first")
+        if self.state == "none" and not self.points and not self.image:
+            raise ValueError('nothing is observed: state is "none", points and image are 0')
 
 
 class Episode(NamedTuple):
@@ -443,7 +458,12 @@ def collect(
     processes = min(processes or os.cpu_count() or 1, episodes)
     done: list[Episode] = []
     attempts = 0
-    with _executor(processes, spawn=processes > 1) as executor:
+    what = f"demonstrations of {task}" if purpose == "train" else f"{purpose}, {task}"
+    with progress(what, episodes) as bar, _executor(processes, spawn=processes > 1) as executor:
+
+        def count(job: "Future[Episode | None]") -> None:
+            bar.update(job.exception() is None and job.result() is not None)
+
         while len(done) < episodes:
             if attempts >= 10 * episodes:
                 raise ValueError(
@@ -453,7 +473,10 @@ def collect(
             missing = episodes - len(done)
             seeds = [episode_seed(task, seed, attempts + i, purpose) for i in range(missing)]
             attempts += missing
-            jobs = [executor.submit(demonstrate, task, spec, s, max_steps, tail) for s in seeds]
+            jobs = []
+            for s in seeds:
+                jobs.append(executor.submit(demonstrate, task, spec, s, max_steps, tail))
+                jobs[-1].add_done_callback(count)
             done += [episode for job in jobs if (episode := job.result()) is not None]
     arrays: dict[str, Any] = {
         name: np.concatenate([e.observation[name] for e in done]) for name in done[0].observation
@@ -476,8 +499,6 @@ class _Here(Executor):
     """Runs jobs at once in this process, for `processes=1` (debuggers, notebooks, tests)."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-        from concurrent.futures import Future
-
         future: Any = Future()
         future.set_result(fn(*args, **kwargs))
         return future

@@ -1,7 +1,10 @@
 """Graphs some of whose nodes are labelled: karate club, torch-geometric's data sets, and a user's own files."""
 
-import csv
+import inspect
 import math
+import os
+import shutil
+import tempfile
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from datamodules.checks import DISK_FULL, check_least, check_seeds, read_csv
 from datamodules.order import Draw, GlobalBatches, Loader, ranks
 
 Kind = Literal["numeric", "fraction", "categorical", "dense"]
@@ -88,25 +92,22 @@ def read_table(path: Path) -> dict[str, list[Any]]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: a row has another number of cells than the header, or the file has no row.
+        ValueError: the file cannot be read, a row has another number of cells than the header, or there is no row.
     """
     if path.suffix == ".parquet":
         try:
             from pyarrow import parquet
         except ImportError:
             raise ValueError(f"reading {path} needs pyarrow: pip install pyarrow, or bring a CSV file") from None
-        columns = parquet.read_table(path).to_pydict()
-    else:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file))
-        header, rows = (rows[0], rows[1:]) if rows else ([], [])
-        for number, row in enumerate(rows, start=2):
-            if len(row) != len(header):
-                raise ValueError(f"{path}, line {number}: {len(row)} cells, the header has {len(header)}")
-        columns = {name: list(values) for name, values in zip(header, zip(*rows, strict=True), strict=False)}
-    if not columns:
-        raise ValueError(f"{path} has no rows")
-    return columns
+        try:
+            columns = parquet.read_table(path).to_pydict()
+        except Exception as error:  # pyarrow raises many kinds for a broken file
+            raise ValueError(f"{path} cannot be read as Parquet: {' '.join(str(error).split())}") from None
+        if not any(columns.values()):
+            raise ValueError(f"{path} has no rows")
+        return columns
+    header, rows = read_csv(path)
+    return {name: list(values) for name, values in zip(header, zip(*rows, strict=True), strict=True)}
 
 
 def _file(folder: Path, stem: str) -> Path:
@@ -157,8 +158,13 @@ def read_folder(folder: Path, target: str | None) -> Table:
     labels = _typed(columns.pop(label))
     masks = {}
     if "split" in columns:
-        split = np.array([str(v).strip().lower() for v in columns.pop("split")])
-        masks = {name: split == name for name in ("train", "val", "test")}
+        split = np.array(["" if v is None else str(v).strip().lower() for v in columns.pop("split")])
+        for row in np.flatnonzero(~np.isin(split, ("train", "val", "test", ""))):
+            raise ValueError(
+                f"{node_path} has the split {str(split[row])!r} for node {names[row]!r}: it is train, val, test, or empty"
+            )
+        if (split != "").any():
+            masks = {name: split == name for name in ("train", "val", "test")}
     edges = np.array([[number[name] for name in side] for side in sides], dtype=np.int64)
     return Table({k: _typed(v) for k, v in columns.items()}, np.empty((len(names), 0)), edges, labels, masks, names)
 
@@ -190,26 +196,85 @@ def read_data(path: Path) -> Any:
 def download(source: str, root: Path) -> Any:
     """A data set of torch-geometric by `Class/name`, for example `Planetoid/Cora`, kept below `root`.
 
+    It is fetched and processed in a folder of its own and moved file by file, so that an interruption leaves nothing
+    that would be taken for complete.
+
     Raises:
-        ValueError: there is no such class.
+        ValueError: there is no such data set, or it has several graphs.
         FileNotFoundError: it is neither there nor can it be fetched.
+        OSError: the disk is full.
     """
     from torch_geometric import datasets
 
     kind, _, name = source.partition("/")
-    if not hasattr(datasets, kind):
+    if kind not in datasets.__all__:
         from difflib import get_close_matches
 
-        near = get_close_matches(kind, datasets.__all__, n=3)
+        named = {known.lower(): known for known in datasets.__all__}
+        near = [named[k] for k in get_close_matches(kind.lower(), named, n=3)]
         hint = f"did you mean {' or '.join(near)}?" if near else "try Planetoid/Cora, or a folder with nodes.csv"
         raise ValueError(f"torch-geometric has no data set {kind}: {hint}")
+    dataset, home = getattr(datasets, kind), root / kind
+    takes = inspect.signature(dataset).parameters
+    if "root" not in takes:
+        raise ValueError(
+            f"{kind} is made, not fetched: save its Data to a .pt file and give that (karate is here as karate)"
+        )
+    if "name" in takes and not name:
+        raise ValueError(f"{kind} stands for several data sets: name one, as {kind}/NAME (Planetoid/Cora, for example)")
+    if name and "name" not in takes:
+        raise ValueError(f"{source}: {kind} is one data set and takes no name: leave out /{name}")
     arguments = {"name": name} if name else {}
     if kind == "GraphLandDataset":  # ordinal codes, as GraphPFN reads them, and the split of its experiments
         arguments |= {"split": "RL"}
     try:
-        return getattr(datasets, kind)(str(root / kind), **arguments)[0]
-    except (OSError, RuntimeError) as error:
-        raise FileNotFoundError(f"{source} is not in {root / kind} and could not be fetched: {error}") from None
+        try:
+            found = _if_there(dataset)(str(home), **arguments)
+        except _NotThere:
+            _fetch(dataset, arguments, home)
+            found = _if_there(dataset)(str(home), **arguments)
+    except (AssertionError, TypeError) as error:  # that is how torch-geometric refuses arguments
+        raise ValueError(
+            f"torch-geometric does not make a data set of {source}: {str(error) or 'unknown name'}"
+        ) from None
+    except Exception as error:  # every data set raises its own kinds
+        if getattr(error, "errno", None) in DISK_FULL:
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise FileNotFoundError(
+            f"{source} is not in {home} and could not be fetched ({reason}): put the files there as torch-geometric "
+            "would, or remove what is broken there"
+        ) from None
+    if len(found) != 1:
+        raise ValueError(f"{source} has {len(found)} graphs, needed is one graph with labelled nodes")
+    return found[0]
+
+
+class _NotThere(Exception):
+    pass
+
+
+def _if_there(dataset: Any) -> Any:
+    """The same class, but it raises `_NotThere` where it would download."""
+
+    def _download(self: Any) -> None:
+        if not all(Path(path).exists() for path in self.raw_paths):
+            raise _NotThere
+
+    return type(dataset.__name__, (dataset,), {"_download": _download})
+
+
+def _fetch(dataset: Any, arguments: dict[str, str], home: Path) -> None:
+    home.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{home.name}-", dir=home.parent))
+    try:
+        dataset(str(work), **arguments)
+        for file in [path for path in work.rglob("*") if path.is_file()]:
+            place = home / file.relative_to(work)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(file, place)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def table_of(data: Any, split: int, name: str) -> Table:
@@ -227,6 +292,10 @@ def table_of(data: Any, split: int, name: str) -> Table:
         if getattr(data, key, None) is None:
             raise ValueError(f"{name} has no {key}")
     n = data.num_nodes
+    for key in ("y", "x", "train_mask", "val_mask", "test_mask"):
+        size = None if getattr(data, key, None) is None else (data[key].numel() if key == "y" else data[key].size(0))
+        if size not in (None, n):
+            raise ValueError(f"{name} has {size} rows of {key} for {n} nodes")
     edges = data.edge_index.numpy().astype(np.int64)
     if edges.size and (edges.max() >= n or edges.min() < 0):
         raise ValueError(f"{name} joins node {edges.max()}, it has the nodes 0 to {n - 1}")
@@ -412,6 +481,9 @@ class NodeClassification(LightningDataModule):
         val_fraction: of the labelled nodes, in a random split, stratified.
         steps_per_epoch: training batches in an epoch.
         seed: of the split.
+
+    Raises:
+        ValueError: a number is out of range.
     """
 
     def __init__(
@@ -434,6 +506,10 @@ class NodeClassification(LightningDataModule):
         super().__init__()
         if not 0 < train_fraction < 1 or not 0 <= val_fraction < 1:
             raise ValueError(f"train_fraction {train_fraction} and val_fraction {val_fraction} must lie in (0, 1)")
+        check_least(-1, structure=structure)
+        check_least(0, split_index=split_index)
+        check_least(1, components=components, labels_per_class=labels_per_class, steps_per_epoch=steps_per_epoch)
+        check_seeds(seed=seed)
         self.source = source
         self.data_dir = Path(data_dir)
         self.target = target
@@ -540,7 +616,9 @@ class NodeClassification(LightningDataModule):
     ) -> dict[str, NDArray[Any]]:
         if self.split == "given" and not {"train", "val", "test"} <= table.masks.keys():
             raise ValueError(f"{self.source} brings no split: use split random")
-        if self.split != "random" and table.masks and table.masks["train"].any():
+        if self.split != "random" and table.masks:
+            if "train" not in table.masks or not (table.masks["train"] & known).any():
+                raise ValueError(f"{self.source} brings a split without a labelled training node: use split random")
             self.said.append("split: as given")
             return {part: table.masks.get(part, np.zeros_like(known)) & known for part in ("train", "val", "test")}
         rng = np.random.default_rng(self.seed)

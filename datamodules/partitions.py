@@ -56,7 +56,12 @@ def long_tail(labels: np.ndarray, rho: float, seed: int) -> np.ndarray:
     return np.concatenate(kept)
 
 
-def _check_alpha(alpha: float) -> None:
+def check_alpha(alpha: float) -> None:
+    """Refuse a concentration that is none.
+
+    Raises:
+        ValueError: Alpha is not a number above 0.
+    """
     if not 0 < alpha <= 1e9:  # also not a number
         raise ValueError(f"alpha is {alpha}: give a number above 0 and up to 1e9, or use partition even")
 
@@ -73,7 +78,7 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float, seed: int) -> list
     Raises:
         ValueError: Alpha is not a number above 0.
     """
-    _check_alpha(alpha)
+    check_alpha(alpha)
     random = np.random.default_rng(seed)
     parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
     for c in np.unique(labels):
@@ -107,7 +112,7 @@ def dirichlet_balanced(
         ValueError: Alpha is not a number above 0, fewer samples than clients, or no draw in 1,000 gives every client
             half the average.
     """
-    _check_alpha(alpha)
+    check_alpha(alpha)
     if indices is None:
         indices = np.argsort(labels, kind="stable")
     if len(indices) < clients:
@@ -182,7 +187,7 @@ def quantity(size: int, clients: int, alpha: float, seed: int) -> list[np.ndarra
     Raises:
         ValueError: Alpha is not a number above 0.
     """
-    _check_alpha(alpha)
+    check_alpha(alpha)
     random = np.random.default_rng(seed)
     order = random.permutation(size)
     cuts = (np.cumsum(random.dirichlet(np.full(clients, alpha)))[:-1] * size).astype(int)

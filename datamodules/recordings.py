@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from datamodules.checks import read_npz, read_text
+
 FORMATS = "robomimic .hdf5, diffusion-policy .zarr (folder or .zarr.zip), a LeRobot folder (with meta/info.json)"
 
 
@@ -51,22 +53,30 @@ def read(path: Path, keys: Keys) -> Recordings:
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it is of no known format, lacks a quantity, mixes sizes, or holds values that are not finite
-            (naming episode and frame).
+        ValueError: If it is of no known format, is broken, lacks a quantity, mixes sizes, or holds values that are
+            not finite (naming episode and frame).
     """
     if not path.exists():
         raise FileNotFoundError(f"demonstrations {path} do not exist")
     if path.suffix in (".hdf5", ".h5"):
-        episodes = _hdf5(path, keys)
+        reader = _hdf5
     elif path.name.endswith((".zarr", ".zarr.zip")):
-        episodes = _zarr(path, keys)
+        reader = _zarr
     elif (path / "meta" / "info.json").is_file():
-        episodes = _lerobot(path, keys)
+        reader = _lerobot
     elif path.suffix == ".npz":
-        episodes = _npz(path)
+        reader = _npz
     else:
         raise ValueError(f"{path} is of no known format: {FORMATS}")
-    return join(episodes, path)
+    try:
+        return join(reader(path, keys), path)
+    except ImportError:
+        raise
+    except Exception as error:  # every library raises its own kinds for a broken file, and few name it
+        if str(path) in str(error):
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path} cannot be read: {reason}") from error
 
 
 class _Episode(NamedTuple):
@@ -81,6 +91,8 @@ def join(episodes: list[_Episode], path: Path) -> Recordings:
         raise ValueError(f"{path} holds no episode")
     first = episodes[0]
     for episode in episodes:
+        if not len(episode.action):
+            raise ValueError(f"{path}: {episode.name} has no frame: leave it out")
         size, expected = episode.action.shape[-1], first.action.shape[-1]
         if size != expected:
             raise ValueError(
@@ -120,7 +132,14 @@ def _quantities(
             raise ValueError(
                 f"{where} has no {name!r} but {', '.join(sorted(arrays))}; name what you want in data.keys"
             )
-        return np.asarray(arrays[name][...])
+        if not hasattr(arrays[name], "shape"):
+            raise ValueError(f"{where}: {name} is a group: name an array in data.keys")
+        values = np.asarray(arrays[name][...])
+        if values.dtype.kind not in "fiub":
+            raise ValueError(f"{where}: {name} holds no numbers, it is {values.dtype}")
+        if not values.ndim or not values.size:
+            raise ValueError(f"{where}: {name} has no frames, its shape is {list(values.shape)}")
+        return values
 
     observation = {}
     states = keys.state if keys.state is not None else [state] * (state in arrays)
@@ -162,11 +181,13 @@ def _hdf5(path: Path, keys: Keys) -> list[_Episode]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read as HDF5: {error}") from None
     with file:
-        if "data" not in file:
+        if not isinstance(file.get("data"), h5py.Group):
             raise ValueError(f"{path} has no group 'data': it is not laid out as robomimic's files")
         for name in sorted(file["data"], key=lambda name: (len(name), name)):  # demo_2 before demo_10
             group = file["data"][name]
-            arrays = {"actions": group["actions"], **group["obs"]}
+            if not isinstance(group, h5py.Group) or not isinstance(group.get("obs"), h5py.Group):
+                raise ValueError(f"{path}: {name} has no group 'obs': it is not laid out as robomimic's files")
+            arrays = {key: group[key] for key in ("actions",) if key in group} | dict(group["obs"])
             episodes.append(_Episode(name, *_quantities(arrays, keys, "state", "actions", f"{path}: {name}")))
     return episodes
 
@@ -175,29 +196,32 @@ def _zarr(path: Path, keys: Keys) -> list[_Episode]:
     """Diffusion policy: `data/<name>` over all frames and `meta/episode_ends`."""
     import zarr
 
-    store = zarr.storage.ZipStore(path, mode="r") if path.is_file() else str(path)
     try:
+        store = zarr.storage.ZipStore(path, mode="r") if path.is_file() else str(path)
         root: Any = zarr.open_group(store, mode="r")
         ends = np.asarray(root["meta/episode_ends"][:])
-    except (KeyError, OSError, ValueError) as error:
+        arrays = {name: root["data"][name] for name in root["data"]}
+    except Exception as error:  # zarr and its stores raise many kinds
         raise ValueError(f"{path} is not laid out as diffusion-policy's zarr files: {error}") from None
-    arrays = {name: root["data"][name] for name in root["data"]}
     observation, action = _quantities(arrays, keys, "state", "action", str(path))
-    return _cut(observation, action, ends)
+    return _cut(observation, action, ends, path)
 
 
-def _npz(path: Path) -> list[_Episode]:
-    """What `datamodules.metaworld.collect` writes."""
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {k: file[k] for k in file.files}
+def _npz(path: Path, keys: Keys) -> list[_Episode]:
+    """What `datamodules.metaworld.collect` writes, under its own names."""
+    arrays = read_npz(path)
     if not {"action", "length"} <= arrays.keys():
         raise ValueError(f"{path} has no arrays 'action' and 'length'")
-    action, length = arrays["action"], arrays["length"]
-    observation = {k: arrays[k] for k in ("state", "point_cloud", "image") if k in arrays}
-    return _cut(observation, action, np.cumsum(length))
+    own = Keys(**{name: name if name in arrays else None for name in ("point_cloud", "image")})
+    observation, action = _quantities(arrays, own, "state", "action", str(path))
+    return _cut(observation, action, np.cumsum(arrays["length"]), path)
 
 
-def _cut(observation: dict[str, np.ndarray], action: np.ndarray, ends: np.ndarray) -> list[_Episode]:
+def _cut(observation: dict[str, np.ndarray], action: np.ndarray, ends: np.ndarray, path: Path) -> list[_Episode]:
+    ends = ends.astype(np.int64)
+    if ends.ndim != 1 or not len(ends) or ends[0] < 1 or (np.diff(ends) < 1).any() or ends[-1] != len(action):
+        shown = ", ".join(str(end) for end in ends.ravel()[:8]) + (", ..." if ends.size > 8 else "")
+        raise ValueError(f"{path}: episodes end at {shown}: needed are rising numbers, the last {len(action)} (frames)")
     parts = {k: np.split(v, ends[:-1]) for k, v in observation.items()}
     return [
         _Episode(f"episode {i}", {k: v[i] for k, v in parts.items()}, a)
@@ -210,9 +234,13 @@ def _lerobot(path: Path, keys: Keys) -> list[_Episode]:
     import pyarrow.parquet as pq
     from pyarrow import concat_tables
 
-    info = json.loads((path / "meta" / "info.json").read_text())
-    features = info.get("features", {})
-    if keys.image and features.get(keys.image, {}).get("dtype") == "video":
+    about = path / "meta" / "info.json"
+    try:
+        features = json.loads(read_text(about)).get("features", {})
+        kind = features.get(keys.image, {}).get("dtype")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{about} is no description of a LeRobot data set: {error}") from None
+    if keys.image and kind == "video":
         raise ValueError(f"{path}: {keys.image} is stored as video; convert it to an image column, or use the state")
     files = sorted((path / "data").rglob("*.parquet"))
     if not files:
@@ -221,19 +249,33 @@ def _lerobot(path: Path, keys: Keys) -> list[_Episode]:
     wanted = ["episode_index", "frame_index", *(n for n in names if n)]
     tables = []
     for file in files:
-        there = pq.read_schema(file).names
-        tables.append(pq.read_table(file, columns=[n for n in wanted if n in there]))
+        try:
+            there = pq.read_schema(file).names
+            tables.append(pq.read_table(file, columns=[n for n in wanted if n in there]))
+        except Exception as error:  # pyarrow raises many kinds for a broken file
+            raise ValueError(f"{file} cannot be read as Parquet: {' '.join(str(error).split())}") from None
+        missing = [name for name in wanted[:2] if name not in there]
+        if missing:
+            raise ValueError(f"{file} has no column {' and no column '.join(missing)}; it has {', '.join(there)}")
+        if not tables[-1].schema.equals(tables[0].schema):
+            columns = [", ".join(f"{f.name} ({f.type})" for f in table.schema) for table in (tables[-1], tables[0])]
+            raise ValueError(f"{file} has the columns {columns[0]}, but {files[0].name} has {columns[1]}")
     table = concat_tables(tables).sort_by([("episode_index", "ascending"), ("frame_index", "ascending")])
+    if not len(table):
+        raise ValueError(f"{path} holds no frame")
 
-    arrays = {name: _column(table[name].to_pylist()) for name in table.column_names}
+    arrays = {name: _column(table[name].to_pylist(), f"{path}: {name}") for name in table.column_names}
     observation, action = _quantities(arrays, keys, "observation.state", "action", str(path))
     _, counts = np.unique(table["episode_index"].to_numpy(), return_counts=True)
-    return _cut(observation, action, np.cumsum(counts))
+    return _cut(observation, action, np.cumsum(counts), path)
 
 
-def _column(values: list[Any]) -> np.ndarray:
+def _column(values: list[Any], what: str) -> np.ndarray:
     """Numbers, or pictures as PNG or JPEG bytes."""
-    return np.stack([_decode(v) for v in values]) if isinstance(values[0], dict) else np.asarray(values)
+    try:
+        return np.stack([_decode(v) for v in values]) if isinstance(values[0], dict) else np.asarray(values)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise ValueError(f"{what} cannot be read: {error}") from None
 
 
 def _decode(picture: dict[str, Any]) -> np.ndarray:
@@ -241,4 +283,6 @@ def _decode(picture: dict[str, Any]) -> np.ndarray:
 
     from PIL import Image
 
+    if not picture.get("bytes"):
+        raise ValueError("a row holds no picture")
     return np.asarray(Image.open(io.BytesIO(picture["bytes"])).convert("RGB"))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from datamodules import metaworld
+from datamodules.checks import check_fractions, check_least, check_seeds
 from datamodules.order import Draw, GlobalBatches, Loader, ranks
 from datamodules.recordings import Keys, Recordings, read
 
@@ -122,6 +123,10 @@ class RobotDemonstrations(LightningDataModule):
         processes: Processes that make demonstrations or simulate; all cores if none.
         num_workers: Processes that prepare batches; the windows are in memory, so 0 is fast.
         predict_source: A path in one of the formats whose every step `predict` acts on; the test episodes if none.
+
+    Raises:
+        ValueError: If a number is out of range or a task unknown.
+        FileNotFoundError: If there is no such file or folder.
     """
 
     def __init__(
@@ -148,9 +153,13 @@ class RobotDemonstrations(LightningDataModule):
         predict_source: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
-            if not 0 < value < 1:
-                raise ValueError(f"{name} {value} is outside (0, 1)")
+        check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
+        check_least(1, episodes=episodes, max_steps=max_steps, history=history, action_steps=action_steps)
+        check_least(1, batch_size=batch_size, max_train_episodes=max_train_episodes, processes=processes)
+        check_least(0, tail=tail, num_workers=num_workers)
+        check_seeds(seed=seed)
+        if horizon < history:
+            raise ValueError(f"horizon {horizon} is less than the history of {history} steps, which it includes")
         if source == "metaworld":
             metaworld.require()
             tasks = tasks or ["door-open-v3", "reach-v3"]

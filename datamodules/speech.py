@@ -1,11 +1,12 @@
 """Speech with its text: a corpus made on the spot, a JSONL manifest, or a folder of audio with metadata."""
 
-import csv
+import io
 import json
 import os
 import tempfile
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -18,6 +19,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from datamodules.checks import check_least, check_ranges, check_seeds, read_csv, read_text
 from datamodules.espeak import speak_in_new_process
 from datamodules.order import Draw, GlobalBatches, Loader, counter_uniform, ranks
 
@@ -100,33 +102,17 @@ class Row:
 # ------------------------------------------------------------------------------------------------- reading
 
 
+SPLITS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "dev": "val", "test": "test"}
+
+
 def read_manifest(path: Path) -> list[Row]:
     """Rows of a JSONL manifest; audio files are relative to its folder. Unknown keys are left aside.
 
     Raises:
-        ValueError: naming every line that is not a JSON object with `audio` or `text`.
+        ValueError: naming the file if it is no text, and every line that is not a JSON object with `audio` or `text`,
+            or has a value of another type than `Row`'s.
     """
-    rows, problems = [], []
-    known = set(Row.__dataclass_fields__) - {"takes"}
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                values = {k: v for k, v in json.loads(line).items() if k in known}
-                if not (values.get("audio") or values.get("text")):
-                    raise ValueError("neither audio nor text")
-                for key in ("audio", "answer_audio"):
-                    if values.get(key):
-                        values[key] = str(path.parent / values[key])
-                rows.append(Row(**values))
-            except (ValueError, TypeError, AttributeError) as error:
-                problems.append(f"line {number}: {error}")
-    if problems:
-        raise ValueError(f"{path}: {'; '.join(problems)}")
-    if not rows:
-        raise ValueError(f"{path} has no rows")
-    return rows
+    return _rows(path, _json_lines(path))
 
 
 def read_folder(path: Path) -> list[Row]:
@@ -137,24 +123,92 @@ def read_folder(path: Path) -> list[Row]:
 
     Raises:
         FileNotFoundError: if there is no metadata file.
+        ValueError: as for a manifest.
     """
-    splits = {"train": "train", "validation": "val", "val": "val", "test": "test"}
     rows = []
-    for folder, split in [(path, ""), *((path / name, s) for name, s in splits.items())]:
-        records: list[dict[str, Any]] = []
-        if (folder / "metadata.jsonl").is_file():
-            text = (folder / "metadata.jsonl").read_text(encoding="utf-8")
-            records = [json.loads(line) for line in text.splitlines() if line.strip()]
-        elif (folder / "metadata.csv").is_file():
-            with (folder / "metadata.csv").open(encoding="utf-8", newline="") as file:
-                records = list(csv.DictReader(file))
-        for record in records:
-            values = {k: v for k, v in record.items() if k in ("speaker", "lang", "answer") and v}
-            transcript = record.get("transcription") or record.get("text") or ""
-            rows.append(Row(str(folder / record["file_name"]), transcript, split=split, **values))
+    for folder, split in [(path, ""), *((path / name, s) for name, s in SPLITS.items())]:
+        for name, lines in (("metadata.jsonl", _json_lines), ("metadata.csv", _csv_rows)):
+            if (folder / name).is_file():
+                rows += _rows(folder / name, lines(folder / name), split)
+                break
     if not rows:
         raise FileNotFoundError(f"{path} has no metadata.csv or metadata.jsonl with file_name and transcription")
     return rows
+
+
+def _json_lines(path: Path) -> list[tuple[str, Any]]:
+    """Place and content of every line that is not empty; what is wrong with it where it is not JSON."""
+    found = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                found.append((f"line {number}", json.loads(line)))
+            except ValueError as error:
+                found.append((f"line {number}", error))
+    return found
+
+
+def _csv_rows(path: Path) -> list[tuple[str, Any]]:
+    """The same of a CSV file, with numbers for `Row`'s numbers and without empty cells."""
+    header, cells = read_csv(path)
+    found = []
+    for number, row in enumerate(cells, 1):
+        values: dict[str, Any] = {key: value for key, value in zip(header, row, strict=True) if value}
+        for key in values.keys() & {"start", "duration", "sample_rate"}:
+            with suppress(ValueError):
+                values[key] = int(values[key]) if key == "sample_rate" else float(values[key])
+        found.append((f"row {number}", values))
+    return found
+
+
+def _rows(path: Path, lines: list[tuple[str, Any]], split: str | None = None) -> list[Row]:
+    """Rows of a manifest, or with `split` (perhaps empty) of metadata."""
+    rows, problems = [], []
+    for place, values in lines:
+        try:
+            rows.append(_row(values, path.parent, split))
+        except ValueError as error:
+            problems.append(f"{place}: {error}")
+    if problems:
+        more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise ValueError(f"{path}: {'; '.join(problems[:20])}{more}")
+    if not rows:
+        raise ValueError(f"{path} has no rows")
+    return rows
+
+
+def _row(values: Any, folder: Path, split: str | None) -> Row:
+    if isinstance(values, ValueError):
+        raise values
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")
+    if split is not None:
+        if not values.get("file_name"):
+            raise ValueError(f"no file_name but {', '.join(values) or 'nothing'}")
+        text = values.get("transcription")
+        values = {**values, "audio": values["file_name"], "text": values.get("text") if text is None else text}
+    known = set(Row.__dataclass_fields__) - {"takes"}
+    own = {key: value for key, value in values.items() if key in known and value is not None}
+    for key, value in own.items():
+        if key in ("start", "duration", "sample_rate"):
+            kinds, what = (int, "whole number") if key == "sample_rate" else ((int, float), "number")
+            fits = isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < float("inf")
+            if not fits or (value == 0 and key != "start"):
+                raise ValueError(
+                    f"{key} is {json.dumps(value)}, needed is a {what} {'>=' if key == 'start' else '>'} 0"
+                )
+        elif not isinstance(value, str):
+            raise ValueError(f"{key} is {json.dumps(value)}, needed is a string")
+    if own.get("split"):
+        if own["split"] not in SPLITS:
+            raise ValueError(f"split is {own['split']!r}, needed is one of {', '.join(SPLITS)}, or none")
+        own["split"] = SPLITS[own["split"]]
+    elif split:
+        own["split"] = split
+    if not (own.get("audio") or own.get("text")):
+        raise ValueError("neither audio nor text")
+    own |= {key: str(folder / own[key]) for key in ("audio", "answer_audio") if own.get(key)}
+    return Row(**own)
 
 
 def check_files(rows: list[Row]) -> list[float]:
@@ -294,6 +348,21 @@ class MadeSpeech:
     seed: int = 0
 
 
+def check_recipe(recipe: MadeSpeech) -> None:
+    """Refuse a corpus that cannot be made.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    check_ranges(1, **{"made.words": recipe.words})
+    check_least(1, **{"made.utterances": recipe.utterances})
+    check_least(0, **{"made.unseen_utterances": recipe.unseen_utterances})
+    check_seeds(**{"made.seed": recipe.seed})
+    for name in ("vocabulary", "voices") + ("unseen_voices",) * (recipe.unseen_utterances > 0):
+        if not all(getattr(recipe, name) or [""]):
+            raise ValueError(f"made.{name} is empty, or has an empty entry")
+
+
 def make_speech(recipe: MadeSpeech, data_dir: Path, sample_rate: int) -> Path:
     """Make the corpus once: one WAV file per voice, and `manifest.jsonl` with the place of every utterance.
 
@@ -322,7 +391,7 @@ def make_speech(recipe: MadeSpeech, data_dir: Path, sample_rate: int) -> Path:
                     count = rng.integers(recipe.words[0], recipe.words[1] + 1)
                     text = " ".join(rng.choice(recipe.vocabulary, count))
                     requests.append((text, voice, int(rng.integers(150, 201)), int(rng.integers(35, 66))))
-        native, spoken = speak_in_new_process(requests)
+        native, spoken = speak_in_new_process(requests, "speech made by espeak-ng")
         rows: list[dict[str, Any]] = []
         for voice, group in groupby(zip(requests, spoken, strict=True), key=lambda pair: pair[0][1]):
             start, parts = 0, []
@@ -334,7 +403,9 @@ def make_speech(recipe: MadeSpeech, data_dir: Path, sample_rate: int) -> Path:
                 start += len(audio)
             file = Path(temporary) / "audio" / f"{voice}.wav"
             file.parent.mkdir(exist_ok=True)
-            soundfile.write(file, np.concatenate(parts), sample_rate, subtype="PCM_16")
+            wav = io.BytesIO()  # soundfile itself would not say that the disk is full
+            soundfile.write(wav, np.concatenate(parts), sample_rate, format="WAV", subtype="PCM_16")
+            file.write_bytes(wav.getbuffer())
         (Path(temporary) / "manifest.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         try:
             os.rename(temporary, folder)
@@ -384,26 +455,48 @@ class Augmentation:
         return np.clip(audio, -1, 1).astype(np.float32)
 
 
+def check_augmentation(augmentation: Augmentation) -> None:
+    """Refuse changes that are none.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if not 0 <= augmentation.speed < 1:
+        raise ValueError(f"augmentation.speed {augmentation.speed} is outside [0, 1)")
+    check_least(0, **{"augmentation.gain": augmentation.gain, "augmentation.shift": augmentation.shift})
+    if augmentation.noise is not None:
+        check_ranges(float("-inf"), **{"augmentation.noise": augmentation.noise})
+
+
 class LengthBuckets(GlobalBatches):
     """Batches of utterances of similar length, in random order; a function of (seed, epoch) like its base.
 
     Args:
         seconds: length of every item.
         window: number of batches among which items are sorted by length.
+        weights: how often every item comes in an epoch, on average, or None for once; their sum is the number of
+            items. In each epoch an item of weight 2.3 comes two or three times. Its k-th repetition is handed out as
+            item + k * number of items, so that choices made per item differ.
         kwargs: see `GlobalBatches`.
     """
 
-    def __init__(self, seconds: np.ndarray, window: int, **kwargs: Any) -> None:
+    def __init__(self, seconds: np.ndarray, window: int, weights: np.ndarray | None = None, **kwargs: Any) -> None:
         super().__init__(len(seconds), **kwargs)
-        self.seconds, self.window = seconds, window
+        self.seconds, self.window, self.weights = seconds, window, weights
 
     def __iter__(self) -> Iterator[Draw]:
         rng = np.random.default_rng([self.seed, self.epoch])
-        order = rng.permutation(self.size)[: len(self) * self.batch_size]
+        order = rng.permutation(self.size)
+        if self.weights is not None:  # one pick in every interval of length 1 on the line of all weights
+            ends = self.weights[order].cumsum()
+            picks = np.searchsorted(ends * (self.size / ends[-1]), rng.random() + np.arange(self.size), side="right")
+            repetition = np.arange(self.size) - np.searchsorted(picks, picks)
+            order = rng.permutation(order[picks] + self.size * repetition)
+        order = order[: len(self) * self.batch_size]
         size = self.window * self.batch_size
         for i in range(0, len(order), size):
             part = order[i : i + size]
-            order[i : i + size] = part[np.argsort(self.seconds[part], kind="stable")]
+            order[i : i + size] = part[np.argsort(self.seconds[part % self.size], kind="stable")]
         batches = order.reshape(len(self), self.batch_size)[rng.permutation(len(self))]
         for batch in batches[self.start :]:
             yield Draw(self.epoch, batch[self.rank :: self.world_size])
@@ -427,7 +520,7 @@ class Split(Dataset[Utterances]):
         return len(self.rows)
 
     def __getitems__(self, draw: Draw) -> Utterances:
-        rows = [self.rows[i] for i in draw.items]
+        rows = [self.rows[i] for i in draw.items % len(self)]
         numbers = counter_uniform(self.seed, draw.epoch, draw.items, 5).numpy()
         clean, audio = [], []
         for item, row, own in zip(draw.items, rows, numbers, strict=True):
@@ -456,7 +549,7 @@ class Split(Dataset[Utterances]):
             speaker=[row.speaker for row in rows],
             unseen=torch.tensor([row.speaker in self.unseen for row in rows]),
             number=torch.from_numpy(numbers[:, 0].copy()),
-            index=torch.from_numpy(draw.items),
+            index=torch.from_numpy(draw.items % len(self)),
             name=[row.audio for row in rows],
         )
 
@@ -493,6 +586,8 @@ class SpeechText(LightningDataModule):
             `sample_rate`), or a folder of audio with `metadata.csv` or `metadata.jsonl`.
         made: the recipe of the corpus made on the spot.
         more: further manifests or folders, or `made`, of which only the training rows are used.
+        shares: part of the training rows of an epoch that comes from `source` and from each of `more`, in this order;
+            rows are repeated or left out for it, others in every epoch. By default every row comes once.
         join: turn the single words of manifests and folders into utterances, or None to leave them as they are.
         data_dir: where made speech is kept.
         sample_rate: rate in Hz to which all audio is brought.
@@ -508,6 +603,10 @@ class SpeechText(LightningDataModule):
         num_workers: processes that prepare batches.
         predict_source: for `predict`: a folder of audio (searched at every depth) to transcribe, or a `.txt`
             file whose lines are to be spoken; without it, the test split.
+
+    Raises:
+        ValueError: a number is out of range.
+        FileNotFoundError: a source does not exist.
     """
 
     def __init__(
@@ -515,6 +614,7 @@ class SpeechText(LightningDataModule):
         source: str = "made",
         made: MadeSpeech | None = None,
         more: list[str] | None = None,
+        shares: list[float] | None = None,
         join: Joining | None = None,
         data_dir: str = "data",
         sample_rate: int = 16_000,
@@ -532,10 +632,23 @@ class SpeechText(LightningDataModule):
         super().__init__()
         if not (0 < val_fraction < 1 and 0 < test_fraction < 1 and val_fraction + test_fraction < 1):
             raise ValueError(f"val_fraction {val_fraction} and test_fraction {test_fraction} leave nothing to train on")
-        for path in (source, *(more or [])):
-            if path != "made" and not Path(path).exists():
-                raise FileNotFoundError(f"speech source {path!r} is neither a manifest, nor a folder, nor 'made'")
+        check_least(1, sample_rate=sample_rate, batch_size=batch_size, bucket_batches=bucket_batches)
+        check_least(0, num_workers=num_workers, max_seconds=max_seconds)
+        check_seeds(seed=seed)
+        if made is not None:
+            check_recipe(made)
+        if join is not None:
+            check_ranges(1, **{"join.words": join.words})
+            check_least(1, **{f"join.{name}": getattr(join, name) for name in ("train", "val", "test")})
+            check_seeds(**{"join.seed": join.seed})
+        if augmentation is not None:
+            check_augmentation(augmentation)
         self.source, self.made, self.more = source, made or MadeSpeech(), more or []
+        if shares is not None and (len(shares) != 1 + len(self.more) or min(shares) < 0 or sum(shares) == 0):
+            raise ValueError(f"shares {shares}: needed is one number >= 0 for source and each of more, not all 0")
+        self.shares = shares
+        if predict_source is None:
+            self._check_sources()
         self.join = join
         self.data_dir, self.sample_rate, self.batch_size = Path(data_dir), sample_rate, batch_size
         self.val_fraction, self.test_fraction, self.max_seconds = val_fraction, test_fraction, max_seconds
@@ -543,10 +656,23 @@ class SpeechText(LightningDataModule):
         self.bucket_batches = bucket_batches
         self.predict_source = predict_source
         made_unseen = self.made.unseen_voices if "made" in (source, *self.more) else []
-        self.unseen = set(made_unseen if unseen_speakers is None else unseen_speakers)
+        self.unseen = set(made_unseen if unseen_speakers is None else map(str, unseen_speakers))
+
+    def __str__(self) -> str:
+        """Source, and the number of utterances in each split once they are known."""
+        splits = self.__dict__.get("_splits", {})
+        counts = ", ".join(f"{len(rows)} {name}" for name, (rows, *_) in splits.items())
+        return f"{type(self).__name__}({self.source!r}): {counts or 'not set up'}"
+
+    def _check_sources(self) -> None:
+        for path in (self.source, *self.more):
+            if path != "made" and not Path(path).exists():
+                raise FileNotFoundError(f"speech source {path!r} is neither a manifest, nor a folder, nor 'made'")
 
     def prepare_data(self) -> None:
-        """Make the speech if it is to be made and is not there."""
+        """Make the speech if it is to be made and is not there; `predict` with a source of its own needs none."""
+        if self.predict_source is not None and self.trainer is not None and self.trainer.predicting:
+            return
         if "made" in (self.source, *self.more):
             make_speech(self.made, self.data_dir, self.sample_rate)
 
@@ -554,10 +680,12 @@ class SpeechText(LightningDataModule):
         """Read the manifests, check every file, and split."""
         if stage == "predict" and self.predict_source is not None:
             return
-        _ = self._splits
+        _ = self._weights
 
     @cached_property
-    def _splits(self) -> dict[str, tuple[list[Row], np.ndarray]]:
+    def _splits(self) -> dict[str, tuple[list[Row], np.ndarray, np.ndarray]]:
+        """Rows, their lengths in seconds, and the names of their sources."""
+        self._check_sources()
         rows: list[Row] = []
         origin: list[str] = []
         for name in (self.source, *self.more):
@@ -565,6 +693,10 @@ class SpeechText(LightningDataModule):
             own = read_folder(path) if path.is_dir() else read_manifest(path)
             rows += with_validation(own, self.val_fraction)
             origin += [name] * len(own)
+        blank = [row.audio for row in rows if not row.text.strip() and not (row.audio and row.answer.strip())]
+        if blank:
+            names = ", ".join(name or "one without audio" for name in blank[:20])
+            raise ValueError(f"{len(blank)} rows have neither a transcript nor an answer: {names}")
         seconds = np.array(check_files(rows))
         long = [f"{row.audio} ({s:.1f} s)" for row, s in zip(rows, seconds, strict=True) if s > self.max_seconds]
         if long:
@@ -576,7 +708,7 @@ class SpeechText(LightningDataModule):
             items = np.flatnonzero((where == name) & ((name == "train") | (source == self.source)))
             if not len(items):
                 raise ValueError(f"no utterance is left for the {name} split of {self.source}")
-            splits[name] = ([rows[i] for i in items], seconds[items])
+            splits[name] = ([rows[i] for i in items], seconds[items], source[items])
             if self.join is not None:
                 words = np.array([len(rows[i].text.split()) if rows[i].audio else 0 for i in items])
                 single = (words == 1) & (source[items] != "made")
@@ -584,16 +716,31 @@ class SpeechText(LightningDataModule):
         return splits
 
     def _joined(
-        self, split: tuple[list[Row], np.ndarray], single: np.ndarray, count: int
-    ) -> tuple[list[Row], np.ndarray]:
+        self, split: tuple[list[Row], np.ndarray, np.ndarray], single: np.ndarray, count: int
+    ) -> tuple[list[Row], np.ndarray, np.ndarray]:
         """A split in which utterances stand in place of the rows marked in `single`."""
         assert self.join is not None
-        rows, seconds = split
-        length = {rows[i]: seconds[i] for i in np.flatnonzero(single)}
-        utterances = join_takes(list(length), count, self.join)
-        joined = [sum(length[take] for take in row.takes) for row in utterances]
+        rows, seconds, source = split
+        place = {rows[i]: i for i in np.flatnonzero(single)}
+        utterances = join_takes(list(place), count, self.join)
+        joined = [sum(seconds[place[take]] for take in row.takes) for row in utterances]
+        origin = [source[place[row.takes[0]]] for row in utterances]
         kept = [rows[i] for i in np.flatnonzero(~single)]
-        return kept + utterances, np.concatenate([seconds[~single], joined])
+        return kept + utterances, np.append(seconds[~single], joined), np.append(source[~single], origin)
+
+    @cached_property
+    def _weights(self) -> np.ndarray | None:
+        """How often every training row comes in an epoch, on average; None for once."""
+        _, _, source = self._splits["train"]
+        if self.shares is None:
+            return None
+        weights = np.zeros(len(source))
+        for name, share in zip((self.source, *self.more), self.shares, strict=True):
+            own = source == name
+            if share > 0 and not own.any():
+                raise ValueError(f"shares has {share:g} for {name}, which has no training rows")
+            weights[own] = share / sum(self.shares) * len(source) / max(own.sum(), 1)
+        return weights
 
     def _split_of(self, row: Row, made: bool) -> str:
         """`train`, `val`, `test`, or nothing for training sentences of unseen speakers.
@@ -630,6 +777,7 @@ class SpeechText(LightningDataModule):
         order = LengthBuckets(
             self._splits["train"][1],
             self.bucket_batches,
+            self._weights,
             batch_size=self.batch_size,
             shuffle=True,
             drop_last=True,
@@ -662,8 +810,8 @@ class SpeechText(LightningDataModule):
             files = sorted(p for p in path.rglob("*") if p.suffix.lower() in AUDIO_ENDINGS)
             rows = [Row(audio=str(p)) for p in files]
             check_files(rows)
-        elif path.suffix == ".txt" and path.is_file():
-            rows = [Row(text=line.strip()) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        elif path.suffix.lower() == ".txt" and path.is_file():
+            rows = [Row(text=line.strip()) for line in read_text(path).splitlines() if line.strip()]
         else:
             raise FileNotFoundError(f"predict_source {path} is neither a folder of audio nor a .txt file")
         if not rows:

@@ -1,6 +1,5 @@
 """Videos with instructions, as clips of a few frames: Meta-World experts made on the spot, or a folder of your own."""
 
-import csv
 import hashlib
 import json
 import os
@@ -20,7 +19,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from datamodules import metaworld
+from datamodules.checks import check_fractions, check_least, check_seeds, read_csv, read_npz
 from datamodules.order import Draw, GlobalBatches, Loader, ranks
+from datamodules.progress import progress
 
 CAPTIONS = "captions.csv"
 _PURPOSE = {"train": "train", "val": "videos for validation", "test": "videos for testing"}
@@ -186,22 +187,19 @@ def read_captions(folder: Path) -> list[tuple[str, str]]:
 
     Raises:
         FileNotFoundError: If there is no table.
-        ValueError: Naming every row whose file is missing or that has no caption.
+        ValueError: If it is no such table; naming every row whose file is missing or that has no caption.
     """
     path = folder / CAPTIONS
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {CAPTIONS}: write one line per video, with columns file and caption")
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if not {"file", "caption"} <= set(reader.fieldnames or []):
-            raise ValueError(f"{path} needs the columns file and caption, it has {reader.fieldnames}")
-        rows = [(row["file"], row["caption"] or "") for row in reader]
-    bad = [f"{name} (does not exist)" for name, _ in rows if not (folder / name).is_file()]
+    header, table = read_csv(path)
+    if not {"file", "caption"} <= set(header):
+        raise ValueError(f"{path} needs the columns file and caption, it has {', '.join(header)}")
+    rows = [(row[header.index("file")], row[header.index("caption")]) for row in table]
+    bad = [f"{name or 'a row without a file'} (does not exist)" for name, _ in rows if not (folder / name).is_file()]
     bad += [f"{name} (has no caption)" for name, caption in rows if not caption.strip()]
     if bad:
         raise ValueError(f"{path}: {', '.join(bad)}")
-    if not rows:
-        raise ValueError(f"{path} names no video")
     return rows
 
 
@@ -225,6 +223,10 @@ def read_video(path: Path, size: int) -> np.ndarray:
         raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     if frames.ndim == 5:
         frames = frames.squeeze(0)
+    if frames.ndim == 3:  # shades of grey
+        frames = frames[..., None].expand(-1, -1, -1, 3)
+    if frames.ndim != 4 or not frames.numel():
+        raise ValueError(f"{path} cannot be read as a video: its shape is {list(frames.shape)}")
     side = min(frames.shape[1:3])
     top, left = ((n - side) // 2 for n in frames.shape[1:3])
     square = frames[:, top : top + side, left : left + side, :3].permute(0, 3, 1, 2).float()
@@ -247,6 +249,7 @@ def import_folder(folder: Path, size: int, cache: Path) -> Path:
 
     Raises:
         ValueError: Naming each file that cannot be read.
+        OSError: If the disk is full.
     """
     rows = read_captions(folder)
     stats = [(folder / name).stat() for name, _ in rows]
@@ -255,24 +258,31 @@ def import_folder(folder: Path, size: int, cache: Path) -> Path:
     if target.is_dir():
         return target
     videos, bad = [], []
-    for name, _ in rows:
-        try:
-            videos.append(read_video(folder / name, size))
-        except ValueError as error:
-            bad.append(str(error))
+    with progress(f"videos of {folder}", len(rows)) as bar:
+        for name, _ in rows:
+            try:
+                videos.append(read_video(folder / name, size))
+            except ValueError as error:
+                bad.append(str(error))
+            bar.update()
     if bad:
         raise ValueError("; ".join(bad))
     cache.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".videos-", dir=cache))
-    np.save(work / "frames.npy", np.concatenate(videos))
     about = {"length": [len(v) for v in videos], "name": [n for n, _ in rows], "caption": [c for _, c in rows]}
-    (work / "episodes.json").write_text(json.dumps(about))
+    header = {"descr": "|u1", "fortran_order": False, "shape": (sum(about["length"]), size, size, 3)}
     try:
+        with (work / "frames.npy").open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for video in videos:  # np.save would not say that the disk is full
+                file.write(np.ascontiguousarray(video))
+        (work / "episodes.json").write_text(json.dumps(about))
         work.rename(target)
-    except OSError:  # another process was faster
-        shutil.rmtree(work, ignore_errors=True)
-        if not target.is_dir():
+    except OSError:
+        if not target.is_dir():  # else another process was faster
             raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     return target
 
 
@@ -336,18 +346,13 @@ class ExpertVideos(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        least_of = {
-            "frames": (frames, 2),
-            "stride": (stride, 1),
-            "every": (every, 1),
-            "eval_every": (eval_every or 1, 1),
-        }
-        for name, (value, least) in least_of.items():
-            if value < least:
-                raise ValueError(f"{name} {value} must be at least {least}")
-        for name, part in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
-            if not 0 < part < 1:
-                raise ValueError(f"{name} {part} is outside (0, 1)")
+        check_least(2, frames=frames, vocabulary=vocabulary)
+        check_least(1, episodes=episodes, test_episodes=test_episodes, stride=stride, every=every, size=size)
+        check_least(1, max_steps=max_steps, tokens=tokens, batch_size=batch_size, processes=processes)
+        check_least(1, eval_every=eval_every, eval_batch_size=eval_batch_size)
+        check_least(0, tail=tail, num_workers=num_workers)
+        check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
+        check_seeds(seed=seed)
         if source == "metaworld":
             metaworld.require()
             tasks = tasks or ["button-press-topdown-v3", "door-open-v3", "drawer-open-v3"]
@@ -390,8 +395,7 @@ class ExpertVideos(LightningDataModule):
     def _metaworld(self, split: str) -> Episodes:
         parts = []
         for task in self.tasks:
-            with np.load(self._collect(task, split), allow_pickle=False) as file:
-                parts.append({name: file[name] for name in ("image", "action", "length")})
+            parts.append(read_npz(self._collect(task, split)))
         frames, action, length = (np.concatenate([p[k] for p in parts]) for k in ("image", "action", "length"))
         of_task = [(task, i) for task, p in zip(self.tasks, parts, strict=True) for i in range(len(p["length"]))]
         captions = [instruction(task) for task, _ in of_task]
