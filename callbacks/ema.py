@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from callbacks.checks import at_least
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def ema_decay(step: int, decay: float, power: float | None, inverse_gamma: float = 1.0, start: int = 0) -> float:
@@ -26,11 +28,12 @@ class EMA(Callback):
     """Keeps averaged weights, and evaluates with them.
 
     After every optimiser step `average = d * average + (1 - d) * weight` with `d` from `ema_decay`, in float32, each
-    rank on the part of the weights that it holds; a weight that is unfrozen later joins in then. Buffers are not
-    averaged. Validation, test and prediction run with the averaged weights; the checkpoint's `state_dict` holds the
-    raw ones (which `load_from_checkpoint` and `init_from` therefore give), and the averages are saved as the state of
-    this callback, whole (memory on saving: one float32 copy of the trainable weights on the CPU), so that a run can
-    go on with another strategy or number of ranks.
+    rank on the part of the weights that it holds; a weight that is unfrozen later joins in then. Frozen weights,
+    buffers, and the weights of batch normalisation, which belong to its running statistics, are not averaged but used
+    as they are (so does diffusion policy's `EMAModel`). Validation, test and prediction run with the averaged weights;
+    the checkpoint's `state_dict` holds the raw ones (which `load_from_checkpoint` and `init_from` therefore give), and
+    the averages are saved as the state of this callback, whole (memory on saving: one float32 copy of the trainable
+    weights on the CPU), so that a run can go on with another strategy or number of ranks.
 
     Args:
         decay: largest decay, in [0, 1).
@@ -137,7 +140,8 @@ class EMA(Callback):
 
 
 def _trainable(module: LightningModule) -> list[tuple[str, Tensor]]:
-    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    fixed = {p for part in module.modules() if isinstance(part, BATCH_NORMS) for p in part.parameters(recurse=False)}
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad and p not in fixed]
 
 
 def _reshard(module: LightningModule) -> None:

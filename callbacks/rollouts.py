@@ -10,7 +10,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import move_data_to_device
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from callbacks.checks import at_least, require
 from callbacks.figures import log_figure, log_table, new_figure
@@ -49,8 +51,8 @@ def episode_metrics(
     - `overlap_disagreement`: mean $|M^m_{To-1+H+j} - M^{m+1}_{To-1+j}|$ over $j = 0..L-H-To$: how far the
       foresight of one plan is from what the next plan does
     - `jerk`: mean norm of the third difference of the hand's position, in m/s^3
-    - `high_band_energy`: share of the upper half of the frequencies (DCT along time, without the mean) in the energy
-      of the executed actions
+    - `high_band_energy`: share of the upper half of the frequencies (DCT along time, $k \ge T/2$ of $T$ steps) in
+      the energy of the executed actions without their mean ($k \ge 1$)
 
     Not a number where an episode is too short to tell.
 
@@ -72,14 +74,22 @@ def episode_metrics(
     ahead = windows[: chunks - 1, history - 1 + h : length]
     again = windows[1:chunks, history - 1 : length - h]
     third = np.diff(hand.reshape(-1, 3)[:steps], n=3, axis=0)
-    energy = (dct(e, axis=0, norm="ortho")[1:] ** 2).sum(1)
+    energy = (dct(e, axis=0, norm="ortho") ** 2).sum(1)  # by frequency
+    varying = energy[1:].sum()
     return {
         "boundary_jump": _mean(jumps[at_boundary]),
         "intra_jump": _mean(jumps[~at_boundary]),
         "overlap_disagreement": _mean(np.abs(ahead - again)),
         "jerk": _mean(np.linalg.norm(third, axis=1)) * control_hz**3,
-        "high_band_energy": float(energy[len(e) // 2 :].sum() / energy.sum()) if energy.sum() > 0 else float("nan"),
+        "high_band_energy": float(energy[-(-len(e) // 2) :].sum() / varying) if varying > 0 else float("nan"),
     }
+
+
+def _plan(trainer: Trainer, pl_module: Any, observation: dict[str, Tensor], noise: Tensor) -> Tensor:
+    """Windows, on the device and in the precision of the trainer's own validation steps."""
+    inputs = trainer.precision_plugin.convert_input((observation, noise))
+    with trainer.precision_plugin.val_step_context():
+        return pl_module(*move_data_to_device(inputs, pl_module.device))
 
 
 def _mean(values: np.ndarray) -> float:
@@ -202,7 +212,6 @@ class Rollouts(Callback):
     ) -> Rollout:
         """Run an episode for each seed, in step; `what` is shown beside the bar."""
         h = pl_module.hparams
-        executed_slice = slice(h["history"] - 1, h["history"] - 1 + h["action_steps"])
         step, layouts = simulators.reset(seeds)
         executed, windows, hand, frames = [], [], [], []
         chunks = -(-self.max_steps // h["action_steps"])
@@ -210,9 +219,9 @@ class Rollouts(Callback):
             for chunk in range(chunks):
                 shape = (h["horizon"], h["action_dim"])
                 noise = np.stack([np.random.default_rng([s, chunk]).standard_normal(shape, np.float32) for s in seeds])
-                observation = {k: torch.from_numpy(v).to(pl_module.device) for k, v in step.observation.items()}
-                window = pl_module(observation, torch.from_numpy(noise).to(pl_module.device)).float().cpu().numpy()
-                actions = window[:, executed_slice].clip(simulators.low, simulators.high)
+                observation = {name: torch.from_numpy(x) for name, x in step.observation.items()}
+                window = _plan(trainer, pl_module, observation, torch.from_numpy(noise)).float().cpu().numpy()
+                actions = window[:, pl_module.executed].clip(simulators.low, simulators.high)
                 step = simulators.step(actions, self.picture if trainer.is_global_zero else 0)
                 executed.append(actions)
                 windows.append(window)
@@ -235,7 +244,7 @@ class Rollouts(Callback):
         times = []
         for _ in range(10 + self.latency_calls):
             start = time.perf_counter()
-            pl_module(observation, noise)
+            _plan(trainer, pl_module, observation, noise)
             if pl_module.device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - start)

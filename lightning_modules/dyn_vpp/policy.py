@@ -171,6 +171,11 @@ class VideoPolicy(LightningModule):
         assert self.model is not None, "call configure_model() first"
         return self.model(observation["image"][:, -1], observation["tokens"], noise, self.hparams["seed"])
 
+    @property
+    def executed(self) -> slice:
+        """The steps of a plan that are executed before the next."""
+        return slice(0, self.hparams["action_steps"])
+
     def _chunk(self, batch: Any) -> Tensor:
         return batch.action[:, : self.hparams["horizon"]]
 
@@ -232,7 +237,7 @@ class VideoPolicy(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """`index` and `caption` of the clip and `action`, the steps to execute `[b action_steps*a]`."""
-        steps = self._plan(batch)[:, : self.hparams["action_steps"]]
+        steps = self._plan(batch)[:, self.executed]
         return {"index": batch.index, "caption": batch.caption, "action": steps.flatten(1)}
 
     # ---------------------------------------------------------------------------------------------- reuse

@@ -33,7 +33,6 @@ from .policy import PolicyConfig, PolicyNetwork
 from .rollout import RolloutPolicy, load_pretrained, save_pretrained
 from .sampler import TimeSampler, flow_times
 
-
 Objective = Literal["composite", "consistency"]
 
 
@@ -258,10 +257,16 @@ class FocalPolicy(LightningModule):
     def forward(self, observation: dict[str, Tensor], noise: Tensor, steps: int | None = None) -> Tensor:
         """Raw observations `[b, history, ...]` and standard normal noise `[b, L, d]` -> actions `[b, L, d]`.
 
-        Actions are in their own units; `network.config.executed` is the slice to execute.
+        Actions are in their own units; `executed` is the slice to execute.
         """
         assert self.network is not None, "call configure_model() first"
         return self.network(observation, noise, steps)
+
+    @property
+    def executed(self) -> slice:
+        """The steps of a window that are executed: the one of the newest observation and those after it."""
+        assert self.network is not None, "call configure_model() first"
+        return self.network.config.executed
 
     def draws(self, index: Tensor, epoch: int) -> tuple[Tensor, list[Tensor], Tensor]:
         """The random numbers of some samples: a function of (seed, epoch, index) alone (Philox, counter-based).
@@ -291,7 +296,7 @@ class FocalPolicy(LightningModule):
         condition = network.condition(batch.observation, corner if self.training else None)
 
         def velocity(x: Tensor, s: Tensor) -> Tensor:
-            return network.velocity(x, s, condition).float()
+            return network.velocity(x, s, condition).to(x.dtype)
 
         shared = {"actions": actions, "noise": noise, "tau": tau, "r": r, "valid": batch.valid}
         if h["objective"] == "consistency":
@@ -357,9 +362,9 @@ class FocalPolicy(LightningModule):
         noise, _, _ = self.draws(batch.index, 0)
         predicted = self.network.normalizer("action", self(batch.observation, noise))
         target = self.network.normalizer("action", batch.action)
-        executed = self.network.config.executed
+        now = self.executed
         errors = {
-            "executed_error": time_term(predicted[:, executed], target[:, executed], batch.valid[:, executed]),
+            "executed_error": time_term(predicted[:, now], target[:, now], batch.valid[:, now]),
             "window_error": time_term(predicted, target, batch.valid),
         }
         values = {"loss": loss} | {name: self._mean(term) for name, term in errors.items()}
@@ -386,10 +391,9 @@ class FocalPolicy(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """`index` of the window and `action`, the executed steps `[b, H d]` in their own units."""
-        assert self.network is not None
         noise, _, _ = self.draws(batch.index, 0)
         window = self(batch.observation, noise)
-        return {"index": batch.index, "action": window[:, self.network.config.executed].flatten(1)}
+        return {"index": batch.index, "action": window[:, self.executed].flatten(1)}
 
     # ---------------------------------------------------------------------------------------------- reuse
 

@@ -138,7 +138,8 @@ class PolicyNetwork(nn.Module):
 
     def velocity(self, x: Tensor, s: Tensor, condition: Tensor) -> Tensor:
         """Velocity of normalised windows `(b, l, d)` at flow times `(b,)` in [0, 1]."""
-        return self.model(x, TIME_SCALE * s, condition)
+        dtype = next(self.model.parameters()).dtype  # float32, unless the trainer's precision is another
+        return self.model(x.to(dtype), (TIME_SCALE * s).to(dtype), condition.to(dtype))
 
     def forward(self, observation: Mapping[str, Tensor], noise: Tensor, steps: int | None = None) -> Tensor:
         r"""Generate windows: $z \leftarrow z + v(z, s_i) / K$, $s_i = (i/K)(1-\epsilon) + \epsilon$, $i = 0..K-1$.

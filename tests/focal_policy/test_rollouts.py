@@ -2,9 +2,11 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from callbacks import Rollouts
 from callbacks.rollouts import Rollout, chunk_figure, episode_metrics, summary
+from datamodules.metaworld import Step
 from tests.focal_policy.test_module import trainer
 from tests.focal_policy.toys import data, policy
 from tests.helpers import run
@@ -35,10 +37,60 @@ def test_metrics_in_closed_form():
     assert still["boundary_jump"] == 0 and np.isnan(still["high_band_energy"])
 
 
-def test_alternating_actions_are_high_frequency():
-    executed = np.array([1.0, -1.0] * 4).reshape(2, 4, 1)
-    found = episode_metrics(executed, np.zeros((2, 12, 1)), np.zeros((2, 4, 3)), 8, 2, 80)
-    assert found["high_band_energy"] > 0.9
+@pytest.mark.parametrize("steps", [7, 8])
+def test_the_high_band_is_the_upper_half_of_the_frequencies(steps):
+    """Waves of one DCT frequency k lie in it from k = steps / 2 on; a mean counts nowhere."""
+
+    def share(*frequencies: int) -> float:
+        n = np.arange(8)
+        waves = sum(np.cos(np.pi * (n + 0.5) * k / steps) for k in frequencies)
+        executed = (waves + 3).reshape(2, 4, 1)
+        return episode_metrics(executed, np.zeros((2, 12, 1)), np.zeros((2, 4, 3)), steps, 2, 80)["high_band_energy"]
+
+    expected = [float(k >= steps / 2) for k in range(1, steps)]
+    assert [share(k) for k in range(1, steps)] == pytest.approx(expected, abs=1e-12)
+    assert share(2, 4) == pytest.approx(0.5)
+
+
+class Box:
+    """A simulator that does nothing."""
+
+    low, high, control_hz = -1.0, 1.0, 80
+
+    def reset(self, seeds):
+        self.n = len(seeds)
+        return self.step(np.zeros((self.n, 0, 2))), np.zeros((self.n, 3))
+
+    def step(self, actions, picture=0):
+        state = np.full((self.n, 2, 4), 0.3, np.float32)
+        done, hand = np.zeros(self.n, bool), np.zeros((self.n, actions.shape[1], 3))
+        return Step({"state": state}, done, np.full(self.n, 4), hand, np.zeros((0, 1, 1, 3), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [
+        ("32-true", torch.float32),
+        ("bf16-mixed", torch.bfloat16),
+        ("bf16-true", torch.bfloat16),
+        ("64-true", torch.float64),
+    ],
+)
+def test_plans_have_the_precision_of_validation(precision, kind, tmp_path):
+    """Rollouts, the latency and a validation step call the network in the same way."""
+    module, kinds = policy(), []
+    fit = trainer(tmp_path, precision=precision, max_steps=1)
+    fit.fit(module, data(tmp_path))
+    module.network.model.final_conv.register_forward_hook(lambda part, inputs, output: kinds.append(output.dtype))
+    fit.validate(module, data(tmp_path), verbose=False)
+    assert set(kinds) == {kind}
+    kinds.clear()
+    rollouts = Rollouts(2, max_steps=8, picture=0, latency_calls=1)
+    found = rollouts.rollout(fit, module, Box(), [1, 2], "here")
+    assert found.executed.shape == (2, 2, 4, 2) and np.isfinite(found.windows).all()
+    np.testing.assert_array_equal(found.executed[:, 0], found.windows[:, 0, 1:5].clip(-1, 1))
+    rollouts._latency(fit, module)
+    assert len(kinds) == 2 + 11 and set(kinds) == {kind}
 
 
 def test_summary_means_over_tasks_and_leaves_out_what_cannot_be_told():

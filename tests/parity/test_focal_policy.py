@@ -203,20 +203,25 @@ def check_ema(path: Path) -> None:
     if config["min_value"] > 0:
         return  # the callback has no smallest decay
 
-    callback = EMA(largest, power, gamma, start)
+    callback, trainer = EMA(largest, power, gamma, start), SimpleNamespace(global_step=0)
     module = torch.nn.Module()
+    module.norm = torch.nn.BatchNorm1d(a["in/batchnorm_weight"].shape[1])
     module.weight = torch.nn.Parameter(a["in/trainable"][0].clone())
     module.frozen = torch.nn.Parameter(a["in/frozen"][0].clone(), requires_grad=False)
-    callback.on_train_start(SimpleNamespace(global_step=0), module)
+    weights = {"trainable": module.weight, "frozen": module.frozen, "batchnorm_weight": module.norm.weight}
+    callback.on_train_start(trainer, module)
     for n in range(config["steps"]):
         with torch.no_grad():
-            module.weight.copy_(a["in/trainable"][n])
-            module.frozen.copy_(a["in/frozen"][n])
-        callback.on_train_batch_end(SimpleNamespace(global_step=n + 1), module, None, None, n)
-        close(callback.average["weight"], a["out/trainable_avg"][n], 1e-6, 0)
-        # Evaluation uses frozen parameters as they are.
-        assert "frozen" not in callback.average
-        close(module.frozen, a["out/frozen_avg"][n], 1e-6, 0)
+            for name, weight in weights.items():
+                weight.copy_(a[f"in/{name}"][n])
+        trainer.global_step = n + 1
+        callback.on_train_batch_end(trainer, module, None, None, n)
+        callback.on_validation_start(trainer, module)  # evaluation sees the averages, and the others as they are
+        for name, weight in weights.items():
+            close(weight, a[f"out/{name}_avg"][n], 1e-6, 0)
+        callback.on_validation_end(trainer, module)
+        for name, weight in weights.items():
+            close(weight, a[f"in/{name}"][n], 0, 0)
 
 
 def check_normalizer(path: Path) -> None:
