@@ -9,17 +9,28 @@ from torch.distributed.tensor import DTensor
 State = Mapping[str, Tensor]
 
 
+def sums_device(device: torch.device) -> torch.device:
+    """Where float64 sums are kept: on the device itself, or on the CPU for Apple's GPUs, which have no float64."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def double(tensor: Tensor) -> Tensor:
+    """A float64 copy without gradient, on `sums_device`."""
+    return tensor.detach().to(sums_device(tensor.device)).double()
+
+
 def flatten(state: State) -> Tensor:
     """All floating entries (BatchNorm statistics included), in the order of the keys, as a float64 `(p,)`."""
-    return torch.cat([v.detach().double().flatten() for v in state.values() if v.is_floating_point()])
+    return torch.cat([double(v).flatten() for v in state.values() if v.is_floating_point()])
 
 
 def unflatten(vector: Tensor, like: State) -> dict[str, Tensor]:
-    """The inverse of `flatten`: new tensors shaped and typed as in `like`, without its integer entries."""
+    """The inverse of `flatten`: new tensors shaped, typed and placed as in `like`, without its integer entries."""
     result, start = {}, 0
     for name, value in like.items():
         if value.is_floating_point():
-            result[name] = vector[start : start + value.numel()].view(value.shape).to(value.dtype)
+            part = vector[start : start + value.numel()].view(value.shape)
+            result[name] = part.to(value.dtype).to(value.device)
             start += value.numel()
     return result
 

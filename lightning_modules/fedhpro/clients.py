@@ -119,7 +119,7 @@ def train_client(
         The report. The trained weights are in `network`.
 
     Raises:
-        ValueError: The loss is no longer finite.
+        ValueError: The loss is no longer finite, or BatchNorm gets a batch of one image.
     """
     rank, ranks = part
     first_epoch = round_number * training.epochs
@@ -138,7 +138,15 @@ def train_client(
                     weight = len(labels[rank::ranks]) * ranks / len(labels)
                     own = slice(rank, None, ranks) if weight else slice(0, 1)  # every rank takes part in every step
                     images, labels = images[own], labels[own]
-                z, logits = network(images)
+                try:
+                    z, logits = network(images)
+                except ValueError as error:  # of BatchNorm, where one image leaves one value per channel
+                    if len(images) > 1:
+                        raise
+                    raise ValueError(
+                        f"client {client.id} has a batch of a single image, of {len(client.labels)}, which BatchNorm "
+                        "cannot train on: set norm to gn, raise local_batch_size, or give each client more images"
+                    ) from error
                 loss = F.cross_entropy(logits.float(), labels)
                 loss = loss + strategy.penalty(state, network, images, z.float(), labels)
                 optimizer.zero_grad()

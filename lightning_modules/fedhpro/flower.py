@@ -14,7 +14,6 @@ own. Its classes are found by name among the federation's, which the server send
 a site takes part number `partition-id` of the config's partition, as Flower's simulation does.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from datamodules.federated import Client, FederatedImages
-from lightning_modules.fedhpro.averaging import flatten, step_towards, weighted_average
+from lightning_modules.fedhpro.averaging import double, flatten, step_towards, weighted_average
 from lightning_modules.fedhpro.clients import train_client
 from lightning_modules.fedhpro.module import FedHPro
 from lightning_modules.fedhpro.strategies import head_of
@@ -108,10 +107,10 @@ class FlowerStrategy(FedAvg):
         strategy, network = self.model.strategy, self.model.network
         assert network is not None
         for name in strategy.sends:
-            parts = torch.stack([content["sent"].to_torch_state_dict()[name].double() for content in contents])
+            parts = torch.stack([double(content["sent"].to_torch_state_dict()[name]) for content in contents])
             sent[name] = parts if strategy.stacked else parts.sum(0)
         received = head_of(network)
-        average = weighted_average(({k: v.double() for k, v in state.items()} for state in states), sizes)
+        average = weighted_average(({k: double(v) for k, v in state.items()} for state in states), sizes)
         with torch.no_grad():
             step_towards(network, flatten(average), self.optimizer)
             figures = strategy.server(network, received, sent, self.model.draws(server_round - 1))
@@ -212,7 +211,7 @@ def _serve(grid: Grid, context: Context) -> None:
     model, data = read_config(str(context.run_config["config"]))
     data.prepare_data()
     data.setup("fit")
-    everyone = math.ceil(data.participation * data.clients)
+    everyone = round(data.participation * data.clients)  # as in the simulation
     strategy = FlowerStrategy(
         model,
         data.classes,

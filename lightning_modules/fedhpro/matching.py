@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_modules.fedhpro.losses import class_means
 
 Distance = Literal["cos", "cos_eps", "coord", "mse"]
+Optimizer = Literal["sgd", "adam"]
 EPS = 1e-6  # the constant in the released code's distances
 
 
@@ -137,7 +138,7 @@ def match_hyper_prototypes(
     steps: int = 30,
     lr: float = 0.1,
     distance: Distance = "cos",
-    optimizer: Literal["sgd", "adam"] = "sgd",
+    optimizer: Optimizer = "sgd",
 ) -> tuple[Tensor, Tensor]:
     """The server's update: M steps on the summed matching loss (Eq. 6 to 8), with the head fixed.
 
@@ -157,7 +158,12 @@ def match_hyper_prototypes(
 
     Returns:
         New hyper-prototypes `(k, i, d)` and the summed loss before each step and after the last, `(steps + 1,)`.
+
+    Raises:
+        ValueError: Unknown distance or optimiser.
     """
+    if optimizer not in get_args(Optimizer):
+        raise ValueError(f"optimizer is one of {', '.join(get_args(Optimizer))}, not {optimizer!r}")
     classes = present.nonzero().squeeze(1)
     moving = hyper_prototypes[classes].clone()
     weight, bias, targets = weight.detach(), bias.detach(), targets[classes]

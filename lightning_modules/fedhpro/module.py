@@ -15,13 +15,14 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 
 from lightning_modules.distributed import shard
-from lightning_modules.fedhpro.averaging import alike, assign, flatten, local_state, step_towards
+from lightning_modules.fedhpro.averaging import alike, assign, double, flatten, local_state, step_towards, sums_device
 from lightning_modules.fedhpro.clients import Client, ClientReport, LocalTraining, train_client, train_together
 from lightning_modules.fedhpro.network import build_network
-from lightning_modules.fedhpro.strategies import HyperPrototypes, build_strategy, head_of, strategy_class
+from lightning_modules.fedhpro.strategies import build_strategy, head_of
 from lightning_modules.hub import fill, instantiate, read_config, read_state, without, write_folder
 
 FORMAT = 1  # of what save_pretrained writes
+NO_FEDERATION = "FedHPro trains and is judged on the clients of a federation: use datamodules.FederatedImages"
 
 
 class Round(Protocol):
@@ -103,12 +104,15 @@ class FedHPro(LightningModule):
         super().__init__()
         if lr is not None and local_optimizer is not None:
             raise ValueError("give lr, or local_optimizer with its own learning rate, not both")
-        if clients_together < 1:
-            raise ValueError(f"clients_together is {clients_together}: at least 1, which trains one after the other")
+        if variant not in ("paper", "code"):
+            raise ValueError(f"variant is paper or code, not {variant!r}")
+        least = {"num_classes": num_classes, "local_epochs": local_epochs, "local_batch_size": local_batch_size}
+        for name, number in (least | {"clients_together": clients_together}).items():
+            if number < 1:
+                raise ValueError(f"{name} {number} must be at least 1")
         self.save_hyperparameters(ignore=["local_optimizer", "server_optimizer"])
         self.automatic_optimization = False
-        defaults = {"variant": variant} if issubclass(strategy_class(strategy), HyperPrototypes) else {}
-        self.strategy = build_strategy(strategy, defaults | (strategy_args or {}))
+        self.strategy = build_strategy(strategy, strategy_args, variant)
         step = lr if lr is not None else {"paper": 0.01, "code": 0.1}[variant]
         self.training_plan = LocalTraining(
             local_epochs, local_batch_size, local_optimizer or (lambda p: torch.optim.SGD(p, lr=step)), seed
@@ -176,36 +180,48 @@ class FedHPro(LightningModule):
     # --------------------------------------------------------------------------------------------- one round
 
     def training_step(self, batch: Round, batch_idx: int) -> None:
-        """One round."""
+        """One round.
+
+        Raises:
+            ValueError: the batch is no round of a federation, or of another number of classes, or the network cannot
+                take its images.
+        """
         assert self.network is not None
+        if not hasattr(batch, "sizes"):
+            raise ValueError(NO_FEDERATION)
         if batch.num_classes != self.hparams["num_classes"]:
             raise ValueError(
                 f"the data have {batch.num_classes} classes, num_classes is {self.hparams['num_classes']}: set it"
             )
         scratch = self._scratch[0] = self._scratch[0].to(self.device)
+        if not self.global_step:
+            self._check_image(batch.clients[0].images(torch.zeros_like(batch.clients[0].labels[:1])))
         received = head_of(self.network)
         weights = torch.zeros_like(flatten(local_state(self.network)))
         sent = {n: self._zeros(len(batch.clients), s) for n, s in self.strategy.sends.items()}
         # one row per client: loss, accuracy and figures, times the number of images, and that number
-        table = torch.zeros(len(batch.clients), 3 + len(self.strategy.figures), device=self.device, dtype=torch.double)
+        place, traffic = sums_device(self.device), self.traffic()
+        table = torch.zeros(len(batch.clients), 3 + len(self.strategy.figures), device=place, dtype=torch.double)
         for slot, client, report in self._train(scratch, batch):
             weights += flatten(local_state(scratch)) * len(client.labels)
             own = [report.figures[name] for name in self.strategy.figures]
             table[slot] = torch.tensor([report.loss, report.accuracy, *own, 1.0]) * report.images
             self._check_sent(report)
             for name, total in sent.items():
-                total[slot if self.strategy.stacked else 0] += report.sent[name].double()
+                total[slot if self.strategy.stacked else 0] += double(report.sent[name])
         if self.trainer.world_size > 1:
             # under FSDP2 every rank has its part of each client's weights, and all that the clients send
             _all_reduce([table] if self.device_mesh is not None else [weights, table, *sent.values()])
         if not self.strategy.stacked:
             sent = {name: total[0] for name, total in sent.items()}
-        sizes = torch.tensor([len(c.labels) for c in batch.clients], device=self.device, dtype=torch.double)
+        if place != self.device:
+            sent = {name: total.float().to(self.device) for name, total in sent.items()}
+        sizes = torch.tensor([len(c.labels) for c in batch.clients], device=place, dtype=torch.double)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             optimizer: Any = self.optimizers()
             step_towards(self.network, weights / sizes.sum(), optimizer)
             figures = self.strategy.server(self.network, received, sent, self.draws(batch.number))
-        self._log_round(batch, sizes, table[:, :-1] / table[:, -1:], figures)
+        self._log_round(batch, sizes, table[:, :-1] / table[:, -1:], figures, traffic)
 
     def _train(self, scratch: nn.Module, batch: Round) -> Iterator[tuple[int, Client, ClientReport]]:
         """Train this rank's clients: place in the round, client and report of each, its weights in `scratch`."""
@@ -245,7 +261,19 @@ class FedHPro(LightningModule):
 
     def _zeros(self, clients: int, shape: tuple[int, ...]) -> Tensor:
         rows = clients if self.strategy.stacked else 1
-        return torch.zeros(rows, *shape, device=self.device, dtype=torch.double)
+        return torch.zeros(rows, *shape, device=sums_device(self.device), dtype=torch.double)
+
+    def _check_image(self, image: Tensor) -> None:
+        """Try one image `[1, channels, h, w]` of the data, on the copy, as callbacks may listen to the network."""
+        try:
+            with torch.no_grad():
+                self._scratch[0].to(self.device).eval()(image)
+        except RuntimeError as error:
+            name, shape, reason = self.hparams["network"], list(image.shape[1:]), str(error).splitlines()[0]
+            raise ValueError(
+                f"network {name} cannot take the data's images of [channels, h, w] {shape}, which network_args, or "
+                f"channels and image_size of the data, must agree on: {reason}"
+            ) from None
 
     def _own_clients(self, batch: Round) -> Iterable[tuple[int, Client]]:
         """The clients that this rank trains, with their place in the round."""
@@ -268,9 +296,11 @@ class FedHPro(LightningModule):
         """The generator of the server's draws in a round; the same on every rank."""
         return torch.Generator().manual_seed(hash((self.hparams["seed"], number, -1)) % 2**63)
 
-    def _log_round(self, batch: Round, sizes: Tensor, table: Tensor, figures: dict[str, float]) -> None:
+    def _log_round(
+        self, batch: Round, sizes: Tensor, table: Tensor, figures: dict[str, float], traffic: tuple[int, int]
+    ) -> None:
         share = sizes / sizes.sum()
-        down, up = self.traffic()
+        down, up = traffic
         count = len(batch.clients)
         rows = {
             "loss": (share * table[:, 0]).sum(),
@@ -290,7 +320,7 @@ class FedHPro(LightningModule):
             self.log(f"train/{name}", float(value), on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes that one client receives and sends in a round: model and what the strategy adds.
+        """Bytes that one client receives and sends in a round that starts now: model and what the strategy adds.
 
         The model is every floating entry of the state dict, BatchNorm statistics included, in its own dtype.
         """
@@ -325,22 +355,26 @@ class FedHPro(LightningModule):
         self._count(batch)
 
     def _count(self, batch: Any) -> None:
+        if not hasattr(batch, "domain"):
+            raise ValueError(NO_FEDERATION)
+        if self._tally is None:
+            self._check_image(batch.image[:1])
         logits = self(batch.image).float()
         if batch.label.max() >= logits.shape[1]:
             raise ValueError(f"the data have a class {batch.label.max()}, num_classes is {logits.shape[1]}: set it")
         if self._tally is None:
             self._domain_names = batch.domain_names
             columns = len(batch.domain_names) + batch.clients
-            self._tally = torch.zeros(3, columns, device=self.device, dtype=torch.double)
+            self._tally = torch.zeros(3, columns, device=sums_device(self.device), dtype=torch.double)
         kinds = [
             F.cross_entropy(logits, batch.label, reduction="none"),
             (logits.argmax(1) == batch.label).float(),
             torch.ones_like(logits[:, 0]),
         ]
-        rows = torch.stack(kinds).double()
-        self._tally.index_add_(1, batch.domain, rows)
-        owned = batch.client >= 0
-        self._tally.index_add_(1, len(batch.domain_names) + batch.client[owned], rows[:, owned])
+        rows = double(torch.stack(kinds))
+        domain, client = batch.domain.to(rows.device), batch.client.to(rows.device)
+        self._tally.index_add_(1, domain, rows)
+        self._tally.index_add_(1, len(batch.domain_names) + client[client >= 0], rows[:, client >= 0])
 
     def on_validation_epoch_end(self) -> None:
         """Log them."""
@@ -374,6 +408,8 @@ class FedHPro(LightningModule):
             `index` int64 `[b]`, `name` (files, or positions in the split), `label` int64 `[b]` and `probability`
             float32 `[b, c]`.
         """
+        if batch_idx == 0:
+            self._check_image(batch.image[:1])
         probability = self(batch.image).float().softmax(1)
         return {"index": batch.index, "name": batch.name, "label": probability.argmax(1), "probability": probability}
 

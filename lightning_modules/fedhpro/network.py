@@ -123,12 +123,15 @@ def build_network(network: str, num_classes: int, options: dict[str, Any] | None
         options: Its other arguments.
 
     Raises:
-        ValueError: Unknown name, or a network without a linear `classifier` of `num_classes` outputs.
+        ValueError: Unknown name or argument, or a network without a linear `classifier` of `num_classes` outputs.
     """
     here = {"ResNet10": ResNet10, "SmallCNN": SmallCNN}
     if network not in here and "." not in network:
         raise ValueError(f"network is one of {', '.join(here)} or a dotted class path, not {network!r}")
-    built = (here.get(network) or import_class(network))(num_classes=num_classes, **(options or {}))
+    try:
+        built = (here.get(network) or import_class(network))(num_classes=num_classes, **(options or {}))
+    except (TypeError, RuntimeError, ZeroDivisionError) as error:  # unknown arguments, impossible sizes
+        raise ValueError(f"network {network} with network_args {options or {}}: {error}") from None
     head = getattr(built, "classifier", None)
     if not isinstance(head, nn.Linear) or head.out_features != num_classes or head.bias is None:
         raise ValueError(f"network {network} needs a `classifier` that is an nn.Linear with {num_classes} outputs")

@@ -9,7 +9,9 @@ Axes: `b` samples of a batch, `c` classes, `d` features, `k` clients of the roun
 """
 
 import copy
-from typing import Any, Literal
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from lightning_modules.fedhpro.finch import finch
 from lightning_modules.fedhpro.losses import class_means, client_margin, hpal_loss, hpcl_loss
 from lightning_modules.fedhpro.matching import (
     Distance,
+    Optimizer,
     class_gradients,
     head_gradients,
     match_features,
@@ -39,6 +42,28 @@ def head_of(network: nn.Module) -> Head:
     if isinstance(weight, DTensor):
         weight, bias = weight.full_tensor(), bias.full_tensor()
     return weight.clone(), bias.clone()
+
+
+def _check_least(least: float, **options: float | None) -> None:
+    for name, value in options.items():
+        if value is not None and not value >= least:  # also not a number
+            raise ValueError(f"{name} {value} must be at least {least}")
+
+
+def _check_positive(**options: float) -> None:
+    for name, value in options.items():
+        if not value > 0:
+            raise ValueError(f"{name} {value} must be above 0")
+
+
+def _check_choices(function: Callable[..., Any], given: dict[str, Any]) -> None:
+    """Refuse an argument that is typed as a `Literal` and is none of its values."""
+    for name, hint in get_type_hints(function).items():
+        kinds = (hint, *get_args(hint))  # a Literal, or a union of one and None
+        choices = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+        choices += [None] if type(None) in kinds else []
+        if choices and choices != [None] and given[name] not in choices:
+            raise ValueError(f"{name} is one of {', '.join(map(str, choices))}, not {given[name]!r}")
 
 
 class FedAvg(nn.Module):
@@ -148,6 +173,7 @@ class FedProx(FedAvg):
 
     def __init__(self, mu: float = 0.01) -> None:
         super().__init__()
+        _check_least(0, mu=mu)
         self.mu = mu
 
     def before(self, network: nn.Module, client: Client, first_epoch: int) -> dict[str, Any]:
@@ -180,6 +206,8 @@ class Moon(FedAvg):
 
     def __init__(self, mu: float = 5.0, tau: float = 0.5) -> None:
         super().__init__()
+        _check_least(0, mu=mu)
+        _check_positive(tau=tau)
         self.mu, self.tau = mu, tau
 
     def before(self, network: nn.Module, client: Client, first_epoch: int) -> dict[str, Any]:
@@ -221,6 +249,7 @@ class FedProto(FedAvg):
 
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
+        _check_least(0, weight=weight)
         self.weight = weight
 
     def build(self, num_classes: int, dim: int) -> None:
@@ -273,6 +302,7 @@ class FPL(FedAvg):
 
     def __init__(self, tau: float = 0.02) -> None:
         super().__init__()
+        _check_positive(tau=tau)
         self.tau = tau
 
     def build(self, num_classes: int, dim: int) -> None:
@@ -344,6 +374,8 @@ class FedTGP(FedProto):
 
     def __init__(self, weight: float = 10.0, epochs: int = 100, lr: float = 0.01, batch_size: int = 32) -> None:
         super().__init__(weight)
+        _check_least(1, epochs=epochs, batch_size=batch_size)
+        _check_positive(lr=lr)
         self.epochs, self.lr, self.batch_size = epochs, lr, batch_size
 
     def build(self, num_classes: int, dim: int) -> None:
@@ -439,6 +471,8 @@ class CReFF(FedAvg):
 
     def __init__(self, per_class: int = 100, steps: int = 100, lr: float = 0.1, epochs: int = 300) -> None:
         super().__init__()
+        _check_least(1, per_class=per_class, steps=steps, epochs=epochs)
+        _check_positive(lr=lr)
         self.options: dict[str, Any] = {"per_class": per_class, "steps": steps, "lr": lr, "epochs": epochs}
 
     def build(self, num_classes: int, dim: int) -> None:
@@ -513,7 +547,7 @@ class HyperPrototypes(FedAvg):
         per_class: int = 5,
         steps: int = 30,
         lr: float = 0.1,
-        optimizer: Literal["sgd", "adam"] = "sgd",
+        optimizer: Optimizer = "sgd",
         init_std: float = 1.0,
         distance: Distance | None = None,
         tau: float = 0.05,
@@ -529,9 +563,13 @@ class HyperPrototypes(FedAvg):
         matching_head: Literal["received", "new"] | None = None,
         head_retraining: bool | None = None,
     ) -> None:
+        given = locals()
         super().__init__()
-        if variant not in ("paper", "code"):
-            raise ValueError(f"variant is 'paper' or 'code', not {variant!r}")
+        _check_choices(HyperPrototypes.__init__, given)
+        _check_least(1, per_class=per_class)
+        _check_least(0, steps=steps, gradient_samples=gradient_samples, init_std=init_std)
+        _check_least(0, contrastive_weight=contrastive_weight, alignment_weight=alignment_weight)
+        _check_positive(lr=lr, tau=tau)
         code = variant == "code"
         self.per_class, self.steps, self.lr, self.optimizer, self.init_std = per_class, steps, lr, optimizer, init_std
         self.distance: Distance = distance or ("coord" if code else "cos")
@@ -741,17 +779,24 @@ def strategy_class(name: str) -> type[FedAvg]:
     return chosen
 
 
-def build_strategy(name: str, options: dict[str, Any] | None = None) -> FedAvg:
+def build_strategy(name: str, options: dict[str, Any] | None = None, variant: str = "paper") -> FedAvg:
     """A strategy by name; see `strategy_class`.
 
     Args:
         name: Of the class.
         options: Its arguments.
+        variant: Passed to FedHPro and its controls, unless `options` have one or an `__init__` of your own lacks it.
 
     Raises:
-        ValueError: Unknown name or argument.
+        ValueError: Unknown name or argument, or a value out of range.
     """
+    chosen, options = strategy_class(name), dict(options or {})
+    parameters = inspect.signature(chosen).parameters.values()
+    if issubclass(chosen, HyperPrototypes) and any(p.name == "variant" or p.kind is p.VAR_KEYWORD for p in parameters):
+        options = {"variant": variant, **options}
     try:
-        return strategy_class(name)(**(options or {}))
+        return chosen(**options)
     except TypeError as error:
+        raise ValueError(f"strategy {name}: {error}; strategy_args null takes them all away") from None
+    except ValueError as error:
         raise ValueError(f"strategy {name}: {error}") from None

@@ -1,12 +1,16 @@
 """Averages of state dicts, and clients over ranks."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_modules.fedhpro.averaging import alike, assign, flatten, unflatten, weighted_average
+from lightning_modules.fedhpro import averaging
+from lightning_modules.fedhpro.averaging import alike, assign, flatten, sums_device, unflatten, weighted_average
 
 
 def test_average_of_a_reused_model_is_not_its_last_state():
@@ -42,6 +46,17 @@ def test_nothing_to_average():
         weighted_average([], [])
     with pytest.raises(ValueError, match="no client"):
         weighted_average([nn.Linear(1, 1).state_dict()], [0])
+
+
+def test_float64_stays_away_from_apple_gpus():
+    assert sums_device(torch.device("mps")) == torch.device("cpu")
+    assert sums_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    room = Path(averaging.__file__).parent
+    for path in room.glob("*.py"):
+        for line in path.read_text().splitlines():
+            made = re.search(r"torch\.(double|float64)", line)
+            assert not made or "device=place" in line or "device=sums_device(" in line, f"{path.name}: {line}"
+            assert "sums_device(" in line or not re.search(r"\.double\(", line), f"{path.name}: {line}"
 
 
 def test_flatten_round_trip():

@@ -146,6 +146,29 @@ def test_an_npz_site_may_lack_a_middle_class(tmp_path):
 
 
 @pytest.mark.usefixtures("in_a_task")
+@pytest.mark.parametrize("participation", [0.3, 0.6, 0.65])
+def test_as_many_sites_take_part_as_clients_in_the_simulation(participation, tmp_path, monkeypatch):
+    from flwr.app import ConfigRecord, Context, RecordDict
+
+    from lightning_modules.fedhpro import flower
+
+    data = {**CONFIG["data"]["init_args"], "participation": participation}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, "data": {**CONFIG["data"], "init_args": data}}))
+    asked = []
+
+    def start(strategy, grid, arrays, **_):
+        asked.append(len(list(strategy.configure_train(1, arrays, ConfigRecord(), grid))))
+
+    monkeypatch.setattr(flower.FlowerStrategy, "start", start)
+    context = Context(1, 1, {}, RecordDict(), {"config": str(path), "rounds": 1})
+    flower._serve(InProcess(path, 4), context)
+    simulated = toys.data(participation=participation)
+    simulated.setup()
+    assert asked == [len(simulated.round(0).clients)]
+
+
+@pytest.mark.usefixtures("in_a_task")
 def test_a_site_that_does_not_fit_is_refused(tmp_path):
     from lightning_modules.fedhpro.flower import FlowerStrategy
 

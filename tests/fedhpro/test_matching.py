@@ -159,6 +159,28 @@ def test_match_features_falls_and_leaves_absent_classes():
     assert distance(end) < 0.5 * distance(start)
 
 
+def test_match_features_steps_down_the_printed_distance():
+    g = torch.Generator().manual_seed(9)
+    weight, bias, start = torch.randn(3, 5, generator=g), torch.randn(3, generator=g), torch.randn(3, 4, 5, generator=g)
+    targets = torch.randn(3, 3, 5, generator=g), torch.randn(3, 3, generator=g)
+    z = start.clone().requires_grad_()
+    distance = torch.zeros(())
+    for c in range(3):
+        head = [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+        loss = F.cross_entropy(F.linear(z[c], *head), torch.full((4,), c))
+        for made, target in zip(torch.autograd.grad(loss, head, create_graph=True), targets, strict=True):
+            distance = distance + (1 - F.cosine_similarity(made, target[c], dim=-1)).sum()
+    (slope,) = torch.autograd.grad(distance, z)
+    end = match_features(start, weight, bias, *targets, torch.ones(3, dtype=torch.bool), steps=1, lr=0.1)
+    torch.testing.assert_close(end, start - 0.1 * slope)
+
+
+def test_unknown_optimizer_is_refused():
+    s, weight, bias, targets = problem(0)
+    with pytest.raises(ValueError, match="optimizer is one of sgd, adam, not 'adamw'"):
+        match_hyper_prototypes(s, weight, bias, targets, torch.ones(6, dtype=torch.bool), optimizer="adamw")
+
+
 def test_retrained_head_separates_the_features_and_is_reproducible():
     g = torch.Generator().manual_seed(7)
     features = torch.randn(3, 20, 6, generator=g) + 4 * torch.eye(3, 6)[:, None]

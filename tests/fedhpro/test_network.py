@@ -39,5 +39,9 @@ def test_wrong_networks_say_so():
         build_network("torch.nn.Nothing", 10)
     with pytest.raises(ValueError, match="classifier"):
         build_network("tests.fedhpro.test_network.NoHead", 10)
+    with pytest.raises(ValueError, match=r"network SmallCNN .*unexpected keyword argument 'inchannels'"):
+        build_network("SmallCNN", 10, {"inchannels": 1})
+    with pytest.raises(ValueError, match=r"network SmallCNN with network_args \{'width': -4\}"):
+        build_network("SmallCNN", 10, {"width": -4})
     with pytest.raises(ValueError, match="'gn'"):
         ResNet10(10, norm="ln")

@@ -1,6 +1,7 @@
 """What each strategy adds to the loss, sends, and does on the server."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,12 +10,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_modules.fedhpro import strategies as all_strategies
-from lightning_modules.fedhpro.clients import LocalTraining, features, train_client
+from lightning_modules.fedhpro.clients import LocalTraining, features, train_client, train_together
 from lightning_modules.fedhpro.finch import finch
 from lightning_modules.fedhpro.losses import client_margin, hpal_loss, hpcl_loss
-from lightning_modules.fedhpro.matching import class_gradients
-from lightning_modules.fedhpro.network import SmallCNN
-from lightning_modules.fedhpro.strategies import FedAvg, build_strategy, head_of
+from lightning_modules.fedhpro.matching import (
+    class_gradients,
+    head_gradients,
+    match_features,
+    match_hyper_prototypes,
+    retrain_head,
+)
+from lightning_modules.fedhpro.network import ResNet10, SmallCNN
+from lightning_modules.fedhpro.strategies import FedAvg, HyperPrototypes, build_strategy, head_of
 from tests.fedhpro import toys
 
 NAMES = [n for n, c in vars(all_strategies).items() if isinstance(c, type) and issubclass(c, FedAvg)]
@@ -168,6 +175,18 @@ def test_clustered_prototypes(network):
     torch.testing.assert_close(penalty, first / 2)
 
 
+def test_unbiased_prototype_is_the_mean_of_the_clusters_not_of_the_clients(network):
+    strategy = made("FPL")
+    near, far = torch.eye(16)[:2]
+    points = torch.stack([near, near + 0.01 * far, near + 0.02 * far, far, far + 0.01 * near])
+    sent = {"means": torch.zeros(5, 10, 16), "holders": torch.zeros(5, 10)}
+    sent["means"][:, 2], sent["holders"][:, 2] = points, 1
+    strategy.server(network, None, sent, None)
+    clusters = torch.stack([points[:3].mean(0), points[3:].mean(0)])
+    torch.testing.assert_close(strategy.clusters, clusters)
+    torch.testing.assert_close(strategy.unbiased[2], clusters.mean(0))
+
+
 def test_finch_finds_the_groups():
     g = torch.Generator().manual_seed(0)
     centres = 10 * torch.eye(8)[:3]
@@ -213,8 +232,36 @@ def test_every_difference_of_paper_and_code_is_an_argument():
         assert getattr(paper, name) != getattr(code, name), name
         mixed = made("HyperPrototypes", variant="code", **{name: getattr(paper, name)})
         assert getattr(mixed, name) == getattr(paper, name)
-    with pytest.raises(ValueError, match="'paper' or 'code'"):
-        made("HyperPrototypes", variant="both")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("HyperPrototypes", {"variant": "both"}, "variant is one of paper, code, not 'both'"),
+        ("HyperPrototypes", {"variant": None}, "variant is one of paper, code, not None"),
+        ("HyperPrototypes", {"optimizer": "adamw"}, "optimizer is one of sgd, adam, not 'adamw'"),
+        ("HyperPrototypes", {"matching_head": "newest"}, "matching_head is one of received, new, None, not 'newest'"),
+        ("HyperPrototypes", {"margin": "none_"}, "margin is one of distance, inner, none, None, not 'none_'"),
+        ("HyperPrototypes", {"distance": "l2"}, "distance is one of cos, .* not 'l2'"),
+        ("NoMargin", {"contrastive_form": ""}, "contrastive_form is one of paper, code, None, not ''"),
+        ("HyperPrototypes", {"tau": 0}, "strategy HyperPrototypes: tau 0 must be above 0"),
+        ("HyperPrototypes", {"per_class": 0}, "per_class 0 must be at least 1"),
+        ("HyperPrototypes", {"steps": -1}, "steps -1 must be at least 0"),
+        ("HyperPrototypes", {"lr": float("nan")}, "lr nan must be above 0"),
+        ("HyperPrototypes", {"alignment_weight": -1.0}, "alignment_weight -1.0 must be at least 0"),
+        ("HyperPrototypes", {"gradient_samples": -1}, "gradient_samples -1 must be at least 0"),
+        ("FedProx", {"mu": -0.1}, "mu -0.1 must be at least 0"),
+        ("Moon", {"tau": 0.0}, "tau 0.0 must be above 0"),
+        ("FedProto", {"weight": -1}, "weight -1 must be at least 0"),
+        ("FPL", {"tau": 0}, "tau 0 must be above 0"),
+        ("FedTGP", {"epochs": 0}, "epochs 0 must be at least 1"),
+        ("CReFF", {"per_class": 0}, "per_class 0 must be at least 1"),
+        ("FedAvg", {"tau": 0.2}, "unexpected keyword argument 'tau'; strategy_args null"),
+    ],
+)
+def test_options_that_are_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_strategy(name, options)
 
 
 def test_gradient_samples_are_capped_per_class(network, clients):
@@ -237,6 +284,22 @@ def test_matching_uses_the_chosen_head(head, changed, network, clients):
         strategy.server(new, received, sent, torch.Generator())
         results.append(strategy.hyper_prototypes.clone())
     assert torch.equal(*results) != changed
+
+
+def test_matching_is_to_the_mean_over_the_holders(network):
+    """With a distance that sees lengths; the cosine does not."""
+    strategy, received = made("HyperPrototypes", distance="mse"), head_of(network)
+    sent = {"gradients": torch.randn(10, 16), "holders": torch.arange(10.0)}
+    expected, _ = match_hyper_prototypes(
+        strategy.hyper_prototypes,
+        *received,
+        sent["gradients"] / sent["holders"].clamp(min=1)[:, None],
+        sent["holders"] > 0,
+        distance="mse",
+    )
+    assert not torch.equal(strategy.hyper_prototypes, expected)
+    strategy.server(network, received, sent, torch.Generator())
+    torch.testing.assert_close(strategy.hyper_prototypes, expected)
 
 
 def test_frozen_prototypes_stay_and_nothing_is_sent(network, clients):
@@ -285,6 +348,75 @@ def test_creff_keeps_the_averaged_head_for_training(network, clients):
     torch.testing.assert_close(strategy.logits(network, images), expected)
 
 
+@pytest.mark.parametrize("name", ["CReFF", "HeadRetraining"])
+def test_head_gradients_and_their_matching_are_at_one_head(name, network, clients):
+    strategy, received = made(name), head_of(network)
+    own = (strategy.weight, strategy.bias) if name == "CReFF" else received
+    sent = strategy.after(network, clients[0], strategy.before(network, clients[0], 0))
+    for_weight, for_bias = head_gradients(*features(network, clients[0]), *own)
+    torch.testing.assert_close(sent["head_weight"], for_weight)
+    torch.testing.assert_close(sent["head_bias"], for_bias)
+    assert for_weight.abs().sum() > 0 and for_bias.abs().sum() > 0
+    used = []
+    strategy.synthetic.fit = lambda head, *_: used.append([part.clone() for part in head]) or head_of(network)
+    with torch.no_grad():
+        network.classifier.weight += 1  # the average
+    sums = {key: sent[key] if key in sent else torch.zeros(shape) for key, shape in strategy.sends.items()}
+    expected = [part.clone() for part in own]
+    strategy.server(network, received, sums, torch.Generator())
+    assert all(torch.equal(a, b) for a, b in zip(used[0], expected, strict=True))
+
+
+def test_synthetic_features_match_the_mean_over_the_holders(network):
+    synthetic = all_strategies.SyntheticFeatures(10, 16, per_class=4, steps=2, lr=0.1, epochs=1)
+    sent = {name: torch.randn(shape) for name, shape in synthetic.sends.items()} | {"holders": torch.arange(10.0)}
+    share, head, start = 1 / sent["holders"].clamp(min=1), head_of(network), synthetic.features.clone()
+    targets = sent["head_weight"] * share[:, None, None], sent["head_bias"] * share[:, None]
+    expected = match_features(start, *head, *targets, sent["holders"] > 0, steps=2)
+    weight, _ = synthetic.fit(head, sent, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(synthetic.features, expected)
+    assert torch.equal(weight, retrain_head(expected, torch.Generator().manual_seed(0), epochs=1)[0])
+
+
+class Listening:
+    """A client that notes the epochs it is asked for."""
+
+    def __init__(self, client):
+        self.client, self.trained, self.ordered = client, [], []
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+    def batches(self, epoch, size):
+        self.trained.append(epoch)
+        return self.client.batches(epoch, size)
+
+    def order(self, epoch):
+        self.ordered.append(epoch)
+        return self.client.order(epoch)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_every_local_epoch_has_a_number_of_its_own(together, network, clients):
+    client, strategy = Listening(clients[0]), made("HyperPrototypes", gradient_samples=3)
+    training = LocalTraining(epochs=2, batch_size=64, optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
+    for number in range(2):
+        if together:
+            list(train_together(network, [client], strategy, training, number))
+        else:
+            train_client(network, client, strategy, training, number)
+    assert client.trained == [0, 1, 2, 3] and client.ordered == [0, 2]
+    assert len({tuple(client.order(epoch).tolist()) for epoch in range(4)}) == 4
+
+
+def test_batchnorm_without_a_second_image_names_the_client(clients):
+    lonely = replace(clients[1], rows=clients[1].rows[:3])
+    network = ResNet10(10, in_channels=1, width=4)
+    training = LocalTraining(epochs=1, batch_size=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
+    with pytest.raises(ValueError, match=r"client 1 has a batch of a single image, of 3, .* set norm to gn"):
+        train_client(network, lonely, made("FedAvg"), training, 0)
+
+
 def test_loss_that_is_not_finite_names_the_client(network, clients):
     with pytest.raises(ValueError, match=r"client 2: the loss is .* lower the learning rate"):
         train_client(network, clients[2], made("FedAvg"), plan(lr=1e30), 0)
@@ -294,8 +426,18 @@ class Mine(FedAvg):
     pass
 
 
+class MyPrototypes(HyperPrototypes):
+    """Without the argument `variant`."""
+
+    def __init__(self, tau: float = 0.3) -> None:
+        super().__init__(tau=tau)
+
+
 def test_names():
     assert isinstance(build_strategy("tests.fedhpro.test_strategies.Mine"), Mine)
+    mine = build_strategy("tests.fedhpro.test_strategies.MyPrototypes", {"tau": 0.4}, "code")
+    assert mine.tau == 0.4 and mine.distance == "cos"
+    assert build_strategy("NoMargin", variant="code").distance == "coord"
     with pytest.raises(ValueError, match="FedAvg, FedProx, Moon"):
         build_strategy("FedSGD")
     with pytest.raises(ValueError, match="no subclass"):
