@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,13 +117,24 @@ def _parts(module: nn.Module, indent: str) -> Iterator[str]:
         yield from _parts(module.get_submodule(next(iter(counts))), indent + "  ")
 
 
+def _zeros(data: LightningDataModule) -> tuple[Any, str]:
+    """In place of images that are not there: one image of zeros of the size that the options say, and that size."""
+    side, channels = (getattr(data, name, None) for name in ("image_size", "channels"))
+    if side is None or channels is None:
+        return None, ""
+    image = torch.zeros(1, channels, side, side)
+    text = f"; where its size matters, an image is {channels} x {side} x {side}: data.channels and data.image_size"
+    return SimpleNamespace(train_dataloader=lambda: [(image,)]), text
+
+
 def dry_run(trainer: Trainer, model: LightningModule, data: LightningDataModule | None, devices: int) -> Iterator[str]:
     """Lines about the sizes of a fit: batch, parameters, memory. Prepares the data, and builds the rest on paper.
 
     Args:
         trainer: of one process on the CPU.
         model: not built yet.
-        data: if it is not available, the lines say why, and the module is built without it where it can be.
+        data: if it is not available, the lines say why, and the module is built without it where it can be, perhaps
+            with an image of zeros of the size that the data's options give.
         devices: that the fit would have; 1 if that is open.
 
     Raises:
@@ -130,7 +142,7 @@ def dry_run(trainer: Trainer, model: LightningModule, data: LightningDataModule 
         FileNotFoundError: likewise.
     """
     missing: Exception | None = None
-    batch = None
+    batch, instead = None, ""
     if data is not None:
         trainer._data_connector.attach_data(model, datamodule=data)
         try:
@@ -139,11 +151,11 @@ def dry_run(trainer: Trainer, model: LightningModule, data: LightningDataModule 
             batch = next(iter(data.train_dataloader()))
         except (ValueError, OSError) as error:
             missing = error
-            trainer.datamodule = None
+            trainer.datamodule, instead = _zeros(data)
     model.trainer = trainer
     try:
         optimizers = build_on_meta(trainer, model)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # the second where zeros do not fit
         raise missing or error from None
     yield f"{type(model).__module__}.{type(model).__name__}; nothing is trained or written"
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -160,7 +172,7 @@ def dry_run(trainer: Trainer, model: LightningModule, data: LightningDataModule 
     yield "  not counted: activations, the batch, blocks that FSDP2 gathers while they run, autocast's copies, averages"
     yield "  of weights, what a method keeps outside its modules"
     if missing is not None:
-        yield f"batch: no data ({' '.join(str(missing).split())})"
+        yield f"batch: no data ({' '.join(str(missing).split())}){instead}"
     elif batch is not None:
         yield "batch of all devices together:"
         yield from describe(batch, type(data).__name__)

@@ -4,9 +4,10 @@ Both lists come from the folder: a new config is covered without writing a test.
 there is named in `NEEDS`; what makes one small enough is in `tests/small.py`.
 """
 
+import csv
 import json
 from importlib import import_module
-from itertools import cycle, islice
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,33 @@ def parser() -> ArgumentParser:
     return found[0]
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_config_parses_with_every_overlay(name, parser):
-    """Each overlay once: they touch different keys, so not every pair of them is another case."""
-    rounds = max(map(len, OVERLAYS.values()))
-    for overlays in zip(*(islice(cycle(names), rounds) for names in OVERLAYS.values()), strict=True):
+PAIRS = list(product(OVERLAYS["strategy"], OVERLAYS["logger"]))
+FIRST = {name.split("/")[0]: name for name in reversed(METHODS)}.values()  # one config of each method
+
+
+def each_once(number: int) -> list[tuple[str, str]]:
+    """Every strategy and every logger in as few pairs as possible; other pairs for another number."""
+    strategies, loggers = OVERLAYS["strategy"], OVERLAYS["logger"]
+    rounds = range(max(len(strategies), len(loggers)))
+    return [(strategies[i % len(strategies)], loggers[(i + number) % len(loggers)]) for i in rounds]
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [
+        *(pytest.param(name, PAIRS, id=f"{name} every pair") for name in FIRST),
+        *(pytest.param(n, each_once(i), id=n) for i, n in enumerate(METHODS) if n not in FIRST),
+        *(
+            pytest.param(n, PAIRS, id=f"{n} every pair", marks=pytest.mark.long)  # a tenth of a second each
+            for n in METHODS
+            if n not in FIRST
+        ),
+    ],
+)
+def test_every_config_parses_with_every_overlay(name, pairs, parser):
+    """Every strategy with every logger; overlays of the trainer touch other keys and take turns."""
+    for pair, other in zip(pairs, cycle(OVERLAYS["trainer"]), strict=False):
+        overlays = [*pair, other]
         files = [part for n in (name, *overlays) for part in ("-c", str(configs.find(n)))]
         trainer = parser.parse_args(["fit", *files]).fit.trainer
         for overlay in overlays:
@@ -105,6 +128,13 @@ def home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("matrix")
 
 
+def validated(folder: Path) -> list[dict[str, float]]:
+    """The rows of `metrics.csv` with figures of a validation, and those figures."""
+    with (folder / "metrics.csv").open() as file:
+        rows = [{k: float(v) for k, v in row.items() if k.startswith("val/") and v} for row in csv.DictReader(file)]
+    return [row for row in rows if row]
+
+
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in CHEAP else pytest.mark.long) for n in OFFLINE])
 def test_every_offline_config_runs(name, home):
     folder = fit(name, home)
@@ -112,11 +142,14 @@ def test_every_offline_config_runs(name, home):
     assert last.is_file()
     data = load_data_class(config)
     offered = [c for c, hook in COMMANDS.items() if getattr(data, hook) is not getattr(LightningDataModule, hook)]
+    assert "validate" in offered
+    during_fit = validated(folder)
     for command in offered:
         cli.main([command, "-c", str(config), "--ckpt_path", str(last), "--trainer.enable_progress_bar", "false"])
+    (again,) = validated(folder)[len(during_fit) :]
+    assert again == pytest.approx(during_fit[-1], rel=1e-4, abs=1e-6, nan_ok=True), "the same weights and data"
     header = (folder / "metrics.csv").read_text().splitlines()[0].split(",")
     stages = {column.split("/")[0] for column in header if "/" in column}
     assert {"train", "val", *({"test"} & set(offered))} <= stages, header
-    assert "validate" in offered
     assert "test" not in offered or json.loads((folder / "test_metrics.json").read_text())
     assert "predict" not in offered or list(folder.glob("predictions.*")), "every config writes what it predicts"
