@@ -1,5 +1,6 @@
 """Weights & Biases without a network, read back from the run's own files."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -36,7 +37,19 @@ def rows(content: list) -> list[dict[str, str]]:
     return [{i.key or "/".join(i.nested_key): i.value_json for i in r.history.item} for r in content if r.history.item]
 
 
-def test_offline_run_holds_metrics_config_and_pictures(tmp_path):
+def check_tables(folder: Path, names: set[str]) -> None:
+    """Each named table is in the run folder, and with the same content in the files of W&B."""
+    for name in names:
+        with (folder / f"{name}.csv").open() as file:
+            columns, *expected = csv.reader(file)
+        path = max(folder.rglob(f"media/table/{name}_*.table.json"), key=lambda p: p.stat().st_mtime_ns)
+        table = json.loads(path.read_text())
+        assert table["columns"] == columns
+        got = [["" if cell is None else str(cell) for cell in row] for row in table["data"]]
+        assert got == expected and expected, name
+
+
+def test_offline_run_holds_metrics_config_pictures_and_tables(tmp_path):
     import wandb
 
     args = ["fit", "-c", "ann_snn/digits", "-c", "logger/wandb_offline", "--trainer.max_epochs", "1"]
@@ -52,11 +65,13 @@ def test_offline_run_holds_metrics_config_and_pictures(tmp_path):
     assert {"cli", "alpha", "time_steps"} <= config
     pictures = [json.loads(v) for row in history for k, v in row.items() if "images/separated" in v]
     assert len(pictures) >= 2
+    assert {"val_accuracy/_type", "val_layers/_type"} <= logged
+    check_tables(folder, {"val_accuracy", "val_layers"})
     assert len(list(folder.rglob("media/images/*.png"))) >= 2
     assert (folder / "metrics.csv").is_file()
 
 
-def test_a_resumed_fit_and_a_test_go_on_in_the_same_run(tmp_path):
+def test_a_resumed_fit_and_a_test_go_on_in_the_same_run(tmp_path, monkeypatch):
     import wandb
 
     args = ["fit", "-c", "ann_snn/digits_source", "-c", "logger/wandb_offline", "-c", "trainer/smoke"]
@@ -71,14 +86,23 @@ def test_a_resumed_fit_and_a_test_go_on_in_the_same_run(tmp_path):
     ids = [p.name.split("-")[3] for p in folder.glob("wandb/offline-run-*")]
     assert len(ids) == 3
     assert len(set(ids)) == 1
+    check_tables(folder, {"test_metrics"})
+
+    (folder / "test_metrics.csv").unlink()
+    monkeypatch.setenv("WANDB_MODE", "disabled")  # how to try something without a trace in W&B
+    config = tmp_path / "online.yaml"
+    config.write_text((folder / "config.yaml").read_text().replace("offline: true", "offline: false"))
+    run(["test", "-c", str(config), "--ckpt_path", last], tmp_path)
+    assert (folder / "test_metrics.csv").is_file()
+    assert len(list(folder.glob("wandb/*run-*"))) == 3
 
 
-SHOWN = {  # a config of every other method: its pictures, films and sounds
-    "fedhpro/digits": {"clients", "features"},
-    "graph_pfn/prior_tiny": {"in_context", "prior_statistics"},
-    "focal_policy/metaworld": {"val_reach-v3_chunks", "val_reach-v3_rollout"},
-    "most/spoken_digits": {"expert_load", "samples"},
-    "dyn_vpp/metaworld_base": {"videos_val"},
+SHOWN = {  # a config of every other method: its pictures, films and sounds; and its tables
+    "fedhpro/digits": ({"clients", "features"}, {"val_federation"}),
+    "graph_pfn/prior_tiny": ({"in_context", "prior_statistics"}, {"real_graphs"}),
+    "focal_policy/metaworld": ({"val_reach-v3_chunks", "val_reach-v3_rollout"}, {"val_episodes"}),
+    "most/spoken_digits": ({"expert_load", "samples"}, {"val_expert_load", "val_transcripts"}),
+    "dyn_vpp/metaworld_base": ({"videos_val"}, {"val_clips"}),
 }
 
 
@@ -96,6 +120,8 @@ def test_every_method_shows_its_work(config, tmp_path):
     assert {"train/loss", "trainer/global_step"} <= logged
     assert any(name.startswith("val/") for name in logged)
     shown = {name.removesuffix("/_type") for name in logged if name.endswith("/_type")}
-    assert SHOWN[config] <= shown
+    pictures, tables = SHOWN[config]
+    assert pictures | tables <= shown
+    check_tables(folder, tables)
     drawn = {path.stem for path in (folder / "plots").glob("*.png")}
     assert drawn <= shown, "each picture of the run folder is in W&B as well"
