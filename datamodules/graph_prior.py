@@ -578,9 +578,8 @@ def check_settings(prior: PaperPrior | SmallPrior) -> None:
     """
     for field in fields(prior):
         name, value, default = f"settings.{field.name}", getattr(prior, field.name), field.default
-        pair, kind = isinstance(default, tuple), float
-        if isinstance(default, int) or (isinstance(default, tuple) and isinstance(default[0], int)):
-            kind = int
+        pair = isinstance(default, tuple)
+        kind = int if isinstance(default[0] if isinstance(default, tuple) else default, int) else float
         numbers = list(value) if pair and isinstance(value, (list, tuple)) else [value]
         right = len(numbers) == 1 + pair and all(
             isinstance(number, (int, kind)) and not isinstance(number, bool) for number in numbers

@@ -161,7 +161,8 @@ def read_folder(folder: Path, target: str | None) -> Table:
         split = np.array(["" if v is None else str(v).strip().lower() for v in columns.pop("split")])
         for row in np.flatnonzero(~np.isin(split, ("train", "val", "test", ""))):
             raise ValueError(
-                f"{node_path} has the split {str(split[row])!r} for node {names[row]!r}: it is train, val, test, or empty"
+                f"{node_path} has the split {str(split[row])!r} for node {names[row]!r}: needed is train, val, test, "
+                "or nothing"
             )
         if (split != "").any():
             masks = {name: split == name for name in ("train", "val", "test")}

@@ -223,8 +223,10 @@ def read_video(path: Path, size: int) -> np.ndarray:
         raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     if frames.ndim == 5:
         frames = frames.squeeze(0)
-    if frames.ndim == 3:  # shades of grey
-        frames = frames[..., None].expand(-1, -1, -1, 3)
+    if frames.ndim == 3:
+        frames = frames[..., None]
+    if frames.shape[-1] < 3:  # shades of grey
+        frames = frames[..., :1].expand(-1, -1, -1, 3)
     if frames.ndim != 4 or not frames.numel():
         raise ValueError(f"{path} cannot be read as a video: its shape is {list(frames.shape)}")
     side = min(frames.shape[1:3])
@@ -269,13 +271,14 @@ def import_folder(folder: Path, size: int, cache: Path) -> Path:
         raise ValueError("; ".join(bad))
     cache.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".videos-", dir=cache))
-    about = {"length": [len(v) for v in videos], "name": [n for n, _ in rows], "caption": [c for _, c in rows]}
-    header = {"descr": "|u1", "fortran_order": False, "shape": (sum(about["length"]), size, size, 3)}
+    length = [len(video) for video in videos]
+    about = {"length": length, "name": [name for name, _ in rows], "caption": [caption for _, caption in rows]}
+    header = {"descr": "|u1", "fortran_order": False, "shape": (sum(length), size, size, 3)}
     try:
         with (work / "frames.npy").open("wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
             for video in videos:  # np.save would not say that the disk is full
-                file.write(np.ascontiguousarray(video))
+                file.write(video.tobytes())
         (work / "episodes.json").write_text(json.dumps(about))
         work.rename(target)
     except OSError:
