@@ -11,12 +11,15 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -92,17 +95,47 @@ def require() -> None:
 
     Raises:
         ImportError: With the command that installs it.
+        ValueError: If `MUJOCO_GL` names an OpenGL library that is not there, without which MuJoCo does not start.
     """
     try:
         import metaworld  # noqa: F401
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ImportError(
             f"Meta-World needs the robots extra ({error.name} is missing): pip install 'fulgurite[robots]'"
+        ) from None
+    except Exception as error:  # MuJoCo and the OpenGL libraries raise many kinds
+        raise ValueError(
+            f"MuJoCo does not start with MUJOCO_GL={os.environ.get('MUJOCO_GL', '')}: unset it, or install the OpenGL "
+            f"library that it names ({error})"
+        ) from None
+
+
+@lru_cache(maxsize=1)
+def check_gl() -> None:
+    """Refuse to draw where MuJoCo finds no OpenGL.
+
+    Raises:
+        ValueError: With the ways out.
+    """
+    import mujoco
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # GLFW warns of what is raised
+            context = mujoco.GLContext(8, 8)
+            context.make_current()
+            empty = mujoco.MjModel.from_xml_string("<mujoco/>")
+            mujoco.MjrContext(empty, mujoco.mjtFontScale.mjFONTSCALE_100).free()
+            context.free()
+    except Exception as error:  # each OpenGL library raises its own kind
+        raise ValueError(
+            'renderer "gl" finds no OpenGL: set MUJOCO_GL to egl or osmesa where that library is installed, or choose '
+            f"renderer: rays, which needs none ({error})"
         ) from None
 
 
 def check_tasks(tasks: Sequence[str]) -> None:
-    """Refuse names that are no Meta-World task.
+    """Refuse names that are no Meta-World task, and none at all.
 
     Raises:
         ValueError: Naming the task and the nearest known one.
@@ -111,6 +144,8 @@ def check_tasks(tasks: Sequence[str]) -> None:
 
     from metaworld.policies import ENV_POLICY_MAP
 
+    if not tasks:
+        raise ValueError("tasks is an empty list: name Meta-World tasks, or leave it out")
     for task in tasks:
         if task not in ENV_POLICY_MAP:
             near = get_close_matches(task, ENV_POLICY_MAP, n=1)
@@ -269,6 +304,9 @@ class Simulator:
     Args:
         task: Name, for example "door-open-v3".
         spec: What `observe` returns.
+
+    Raises:
+        ValueError: If the camera is unknown, or pictures are to be drawn and there is no OpenGL.
     """
 
     def __init__(self, task: str, spec: Observation):
@@ -279,8 +317,12 @@ class Simulator:
         self.spec = spec
         self.env = ENVIRONMENTS[f"{task}-goal-observable"](seed=0)
         self.env._freeze_rand_vec, self.env.seeded_rand_vec = False, True
+        self.env.max_path_length = sys.maxsize  # whoever steps it counts; it would raise an error after 500
         self._expert = ENV_POLICY_MAP[task]()
         model, data = self.env.model, self.env.data
+        cameras = [model.camera(i).name for i in range(model.ncam)]
+        if spec.camera not in cameras:
+            raise ValueError(f"{task} has no camera {spec.camera!r}: it has {', '.join(cameras)}")
         model.cam(spec.camera).pos[:] = spec.position
         mujoco.mj_forward(model, data)
         if spec.points:
@@ -288,6 +330,7 @@ class Simulator:
         self._picture_rays: dict[int, Rays] = {}
         self._gl = None
         if spec.image and spec.renderer == "gl":
+            check_gl()
             model.vis.quality.offsamples = 0
             model.vis.global_.offwidth = model.vis.global_.offheight = spec.image
             self._gl = mujoco.Renderer(model, spec.image, spec.image)
@@ -431,6 +474,8 @@ def collect(
 
     Episodes in which the expert fails are drawn again. Which episodes result depends on the arguments only, not on
     the number of processes. The file is complete or not there: it is written beside its place and moved.
+    Demonstrations made with another version of the simulator stay in use (delete the file to make them anew); those
+    that made it are in its `versions`.
 
     Args:
         task: Name of the task.
@@ -447,7 +492,7 @@ def collect(
         An `.npz` with the arrays of all episodes one after the other, `length` of each episode, and `layout`.
 
     Raises:
-        ValueError: If the expert hardly ever succeeds.
+        ValueError: If the expert hardly ever succeeds, or the processes cannot be started.
     """
     settings = {"episodes": episodes, "seed": seed, "purpose": purpose, "max_steps": max_steps, "tail": tail}
     settings |= {"observation": asdict(spec), "format": 1}
@@ -459,7 +504,7 @@ def collect(
     done: list[Episode] = []
     attempts = 0
     what = f"demonstrations of {task}" if purpose == "train" else f"{purpose}, {task}"
-    with progress(what, episodes) as bar, _executor(processes, spawn=processes > 1) as executor:
+    with progress(what, episodes) as bar, _broken(), _executor(processes, spawn=processes > 1) as executor:
 
         def count(job: "Future[Episode | None]") -> None:
             bar.update(job.exception() is None and job.result() is not None)
@@ -484,6 +529,7 @@ def collect(
         "action": np.concatenate([e.action for e in done]),
         "length": np.array([len(e.action) for e in done]),
         "layout": np.stack([e.layout for e in done]),
+        "versions": np.array([f"{name} {version(name)}" for name in ("metaworld", "mujoco")]),
     }
     folder.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{task}-", dir=folder))
@@ -502,6 +548,18 @@ class _Here(Executor):
         future: Any = Future()
         future.set_result(fn(*args, **kwargs))
         return future
+
+
+@contextmanager
+def _broken() -> Iterator[None]:
+    """Say what to do where the processes of an executor end before their work."""
+    try:
+        yield
+    except BrokenExecutor:
+        raise ValueError(
+            "the processes that simulate have ended early: start a script's work below `if __name__ == '__main__':`, "
+            "or set processes to 1; if it is so already, memory may be short"
+        ) from None
 
 
 def _executor(processes: int, spawn: bool) -> Executor:
@@ -612,8 +670,9 @@ class Simulators:
         """Start an episode for each seed; returns what is seen and the layouts `(n, k)` in metres."""
         parts = np.array_split(np.asarray(seeds), min(len(self._workers), len(seeds)))
         self._bounds = np.cumsum([len(p) for p in parts])[:-1]
-        jobs = [w.submit(_call, self._key, "reset", p.tolist()) for w, p in zip(self._workers, parts, strict=False)]
-        steps, layouts = zip(*[job.result() for job in jobs], strict=True)
+        with _broken():
+            jobs = [w.submit(_call, self._key, "reset", p.tolist()) for w, p in zip(self._workers, parts, strict=False)]
+            steps, layouts = zip(*[job.result() for job in jobs], strict=True)
         return _join(steps), np.stack([layout for part in layouts for layout in part])
 
     def step(self, actions: np.ndarray, picture: int = 0, every: int = 2) -> Step:
@@ -625,16 +684,18 @@ class Simulators:
             every: Control steps between two pictures.
         """
         parts = np.split(actions, self._bounds)
-        jobs = [
-            worker.submit(_call, self._key, "step", part, picture if i == 0 else 0, every)
-            for i, (worker, part) in enumerate(zip(self._workers, parts, strict=False))
-        ]
-        return _join([job.result() for job in jobs])
+        with _broken():
+            jobs = [
+                worker.submit(_call, self._key, "step", part, picture if i == 0 else 0, every)
+                for i, (worker, part) in enumerate(zip(self._workers, parts, strict=False))
+            ]
+            return _join([job.result() for job in jobs])
 
     def close(self) -> None:
         """End the processes."""
         for worker in self._workers:
-            worker.submit(_end, self._key)
+            with suppress(BrokenExecutor):
+                worker.submit(_end, self._key)
             worker.shutdown()
 
 

@@ -4,7 +4,7 @@ All give the same thing: `Recordings`, the frames of all episodes one after the 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ FORMATS = "robomimic .hdf5, diffusion-policy .zarr (folder or .zarr.zip), a LeRo
 
 class Keys(NamedTuple):
     """Where the quantities are in a file; None takes the default of its format.
+
+    In HDF5 a name is a path inside a demonstration, such as `actions_abs` or `obs/robot/eef`; `obs/` may be left out.
 
     Attributes:
         state: Names whose values are joined into the state.
@@ -93,6 +95,9 @@ def join(episodes: list[_Episode], path: Path) -> Recordings:
     for episode in episodes:
         if not len(episode.action):
             raise ValueError(f"{path}: {episode.name} has no frame: leave it out")
+        if episode.observation.keys() != first.observation.keys():
+            there, expected = (", ".join(e.observation) for e in (episode, first))
+            raise ValueError(f"{path}: {episode.name} has {there}, but {first.name} {expected}: all need the same")
         size, expected = episode.action.shape[-1], first.action.shape[-1]
         if size != expected:
             raise ValueError(
@@ -114,6 +119,7 @@ def join(episodes: list[_Episode], path: Path) -> Recordings:
                         f"{path}: {name} of {episode.name} is not finite in frame {bad.argmax()}"
                         + (f" and {bad.sum() - 1} more" if bad.sum() > 1 else "")
                     )
+    _convert_pictures(episodes, path)
     return Recordings(
         {k: np.concatenate([e.observation[k] for e in episodes]) for k in first.observation},
         np.concatenate([e.action for e in episodes]),
@@ -128,6 +134,7 @@ def _quantities(
     """Pick observation and action from array-likes; `state` and `action` are the format's own names."""
 
     def wanted(name: str) -> np.ndarray:
+        name = name if name in arrays else name.removeprefix("obs/")
         if name not in arrays:
             raise ValueError(
                 f"{where} has no {name!r} but {', '.join(sorted(arrays))}; name what you want in data.keys"
@@ -143,6 +150,7 @@ def _quantities(
 
     observation = {}
     states = keys.state if keys.state is not None else [state] * (state in arrays)
+    states = [states] if isinstance(states, str) else states
     if states:
         parts = [wanted(name) for name in states]
         observation["state"] = np.concatenate([p.reshape(len(p), -1) for p in parts], axis=1).astype(np.float32)
@@ -154,25 +162,39 @@ def _quantities(
             image = image.transpose(0, 2, 3, 1)
         if image.ndim != 4 or image.shape[3] != 3:
             raise ValueError(f"{where}: {keys.image} has the shape {list(image.shape)}, needed is [frames, h, w, 3]")
-        observation["image"] = image if image.dtype == np.uint8 else _to_uint8(image, f"{where}: {keys.image}")
+        observation["image"] = image
     if not observation:
         wanted(state)
     actions = wanted(keys.action or action)
     return observation, actions.reshape(len(actions), -1).astype(np.float32)
 
 
-def _to_uint8(image: np.ndarray, what: str) -> np.ndarray:
-    """Float pictures: in [0, 1], or in [0, 255] as diffusion-policy stores them."""
-    low, high = float(image.min()), float(image.max())
-    if not (low >= 0 and high <= 255):
-        raise ValueError(
-            f"{what} has values from {low:g} to {high:g}: pictures are uint8, or floats in [0, 1] or [0, 255]"
-        )
-    return (image * (255 if high <= 1 else 1)).round().astype(np.uint8)
+def _convert_pictures(episodes: list[_Episode], path: Path) -> None:
+    """Bring pictures to uint8, from floats in [0, 1] or, as diffusion-policy stores them, in [0, 255].
+
+    Which of them it is cannot be seen in a dark picture, so one file has one kind.
+    """
+    kinds: dict[str, str] = {}
+    for episode in episodes:
+        if (image := episode.observation.get("image")) is None or image.dtype == np.uint8:
+            kinds.setdefault("uint8", episode.name)
+            continue
+        low, high = float(image.min()), float(image.max())
+        if not (low >= 0 and high <= 255):
+            raise ValueError(
+                f"{path}: image of {episode.name} has values from {low:g} to {high:g}: pictures are uint8, or floats "
+                "in [0, 1] or [0, 255]"
+            )
+        unit = image.dtype.kind == "f" and high <= 1
+        kinds.setdefault(f"{image.dtype.name} in [0, {1 if unit else 255}]", episode.name)
+        episode.observation["image"] = (image * (255 if unit else 1)).round().astype(np.uint8)
+    if len(kinds) > 1:
+        found = " and ".join(f"{kind} ({name})" for kind, name in kinds.items())
+        raise ValueError(f"{path} mixes pictures of the kinds {found}: convert them to one")
 
 
 def _hdf5(path: Path, keys: Keys) -> list[_Episode]:
-    """Robomimic: `data/demo_<i>/{actions, obs/<name>}`."""
+    """Robomimic: `data/demo_<i>/{actions, obs/<name>}`, and whatever else a demonstration holds, by its path."""
     import h5py
 
     episodes = []
@@ -185,11 +207,22 @@ def _hdf5(path: Path, keys: Keys) -> list[_Episode]:
             raise ValueError(f"{path} has no group 'data': it is not laid out as robomimic's files")
         for name in sorted(file["data"], key=lambda name: (len(name), name)):  # demo_2 before demo_10
             group = file["data"][name]
-            if not isinstance(group, h5py.Group) or not isinstance(group.get("obs"), h5py.Group):
-                raise ValueError(f"{path}: {name} has no group 'obs': it is not laid out as robomimic's files")
-            arrays = {key: group[key] for key in ("actions",) if key in group} | dict(group["obs"])
+            if not isinstance(group, h5py.Group):
+                raise ValueError(f"{path}: data/{name} is no group: it is not laid out as robomimic's files")
+            inside = dict(_arrays(group))
+            observed = {p.removeprefix("obs/"): x for p, x in inside.items() if p.startswith("obs/")}
+            arrays = observed | {p: x for p, x in inside.items() if not p.startswith("obs/")}
             episodes.append(_Episode(name, *_quantities(arrays, keys, "state", "actions", f"{path}: {name}")))
     return episodes
+
+
+def _arrays(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every array below a group of HDF5, and its path; links too, which `group.visit` passes over."""
+    for name, value in group.items():
+        if hasattr(value, "shape"):
+            yield above + name, value
+        else:
+            yield from _arrays(value, f"{above}{name}/")
 
 
 def _zarr(path: Path, keys: Keys) -> list[_Episode]:

@@ -104,11 +104,11 @@ class RobotDemonstrations(LightningDataModule):
         tasks: Meta-World tasks, all learnt by one policy.
         episodes: Demonstrations of each task.
         observe: What is observed in Meta-World.
-        max_steps: Meta-World: steps of an episode at most, in demonstrations and in evaluation.
+        max_steps: Meta-World: steps of a demonstration at most (`callbacks.Rollouts` has its own, for evaluation).
         tail: Meta-World: steps that a demonstration goes on after its first success; all up to `max_steps` if none.
         keys: Names in your file of `state` (a list, joined), `point_cloud`, `image` and `action`; the format's own
-            names by default, which are `obs/state` and `actions` (HDF5), `state` and `action` (zarr),
-            `observation.state` and `action` (LeRobot).
+            names by default, which are `obs/state` and `actions` (HDF5, any path inside a demonstration), `state` and
+            `action` (zarr), `observation.state` and `action` (LeRobot).
         horizon: Steps of a window; the policy's.
         history: Observed steps; the policy's.
         action_steps: Executed steps; the policy's. Windows may end `action_steps - 1` steps after the episode.
@@ -162,7 +162,7 @@ class RobotDemonstrations(LightningDataModule):
             raise ValueError(f"horizon {horizon} is less than the history of {history} steps, which it includes")
         if source == "metaworld":
             metaworld.require()
-            tasks = tasks or ["door-open-v3", "reach-v3"]
+            tasks = ["door-open-v3", "reach-v3"] if tasks is None else tasks
             metaworld.check_tasks(tasks)
         elif not Path(source).exists():
             raise FileNotFoundError(f"demonstrations {source!r} are neither a file or folder nor 'metaworld'")
@@ -254,11 +254,13 @@ class RobotDemonstrations(LightningDataModule):
     def normalizer_data(self) -> dict[str, Tensor]:
         """What a normaliser is fitted to: action, state and points of all training and validation episodes.
 
-        The held-out episodes count, as in the released code.
+        The released code fits it to every episode; here the test episodes are kept out.
         """
-        recordings, _ = self._splits["train"]
+        recordings, train = self._splits["train"]
+        fitted = np.isin(np.arange(len(recordings.length)), np.concatenate([train, self._splits["val"][1]]))
+        frames = np.repeat(fitted, recordings.length)
         arrays = {"action": recordings.action, **recordings.observation}
-        return {k: torch.from_numpy(v) for k, v in arrays.items() if k != "image"}
+        return {k: torch.from_numpy(v[frames]) for k, v in arrays.items() if k != "image"}
 
     # -------------------------------------------------------------------------------------------- simulator
 
@@ -311,6 +313,12 @@ class RobotDemonstrations(LightningDataModule):
             recordings, episodes = self._splits["test"]
         else:
             recordings = read(Path(self.predict_source), self.keys)
+            for name, (*_, size) in self.shapes().items():
+                found = recordings.observation[name].shape[-1] if name in recordings.observation else 0
+                if name != "action" and found != size:
+                    raise ValueError(
+                        f"predict_source {self.predict_source} has {found} numbers per {name}, {self.source} has {size}"
+                    )
             episodes = np.arange(len(recordings.length))
         after = self.horizon - self.history
         return self._loader(WindowSet(recordings, episodes, self.horizon, self.history, after, mask=True), train=False)

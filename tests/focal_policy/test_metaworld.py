@@ -1,8 +1,18 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
 import numpy as np
 import pytest
+import torch
 
+from callbacks import Rollouts
 from datamodules import metaworld
 from datamodules.metaworld import Episode, Observation, Rays, Simulators, collect, demonstrate, farthest_points
+from lightning_modules.focal_policy import PolicyConfig
+from tests.focal_policy.test_module import trainer
 
 STATE = Observation(state="robot")
 
@@ -124,9 +134,52 @@ def test_failed_episodes_are_drawn_again_and_hopeless_tasks_say_so(tmp_path, mon
         collect("reach-v3", 2, STATE, tmp_path, processes=1)
 
 
-def test_unknown_tasks_say_so():
+def test_unknown_names_say_so():
     with pytest.raises(ValueError, match="did you mean door-open-v3"):
         metaworld.check_tasks(["door-opne-v3"])
+    with pytest.raises(ValueError, match="empty list"):
+        metaworld.check_tasks([])
+    with pytest.raises(ValueError, match="reach-v3 has no camera 'corner9': it has .*corner2"):
+        metaworld.Simulator("reach-v3", Observation(points=8, camera="corner9"))
+
+
+def test_without_opengl_the_ways_out_are_named(monkeypatch):
+    """`renderer: gl` on a machine without the library, and `MUJOCO_GL` that names one that is not there."""
+    import mujoco
+
+    def absent(width, height):
+        raise mujoco.FatalError("no valid OpenGL context")
+
+    monkeypatch.setattr(mujoco, "GLContext", absent)
+    metaworld.check_gl.cache_clear()
+    with pytest.raises(ValueError, match="set MUJOCO_GL to egl or osmesa .* or choose renderer: rays"):
+        metaworld.Simulator("reach-v3", Observation(state="none", image=8, renderer="gl"))
+    unset = "import os; os.environ['MUJOCO_GL'] = 'none such'\nfrom datamodules import metaworld\nmetaworld.require()"
+    ended = subprocess.run([sys.executable, "-c", unset], capture_output=True, text=True, check=False)
+    assert "ValueError: MuJoCo does not start with MUJOCO_GL=none such: unset it" in ended.stderr
+
+
+def test_an_episode_may_be_longer_than_the_500_steps_of_the_environment():
+    simulator = metaworld.Simulator("reach-v3", STATE)
+    simulator.reset(0)
+    simulator.env.curr_path_length = 499
+    for _ in range(3):
+        simulator.step(np.zeros(4, np.float32))
+
+
+def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "from pathlib import Path\nfrom datamodules.metaworld import Observation, collect\n"
+        f"collect('reach-v3', 2, Observation(), Path({str(tmp_path)!r}), max_steps=60, processes=2)\n"
+    )
+    path = {"PYTHONPATH": str(Path(metaworld.__file__).parents[1])}
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, env=os.environ | path
+    )
+    assert ended.returncode == 1
+    assert "ValueError: the processes that simulate have ended early: start a script's work" in ended.stderr
+    assert not list(tmp_path.glob("*.npz"))
 
 
 def test_an_oracle_replays_the_demonstration_through_the_executed_slice():
@@ -151,6 +204,51 @@ def test_an_oracle_replays_the_demonstration_through_the_executed_slice():
     assert step.steps[0] < length
 
 
+class Oracle:
+    """Plays a policy that knows the demonstrations of some seeds, and checks what it is shown."""
+
+    hparams: ClassVar = {"history": 2, "action_steps": 4, "horizon": 12, "action_dim": 4}
+    device, executed = torch.device("cpu"), PolicyConfig().executed
+
+    def __init__(self, demonstrations: list[Episode]):
+        self.demonstrations, self.step = demonstrations, 0
+
+    def __call__(self, observation, noise):
+        windows = []
+        for i, episode in enumerate(self.demonstrations):
+            frames = np.clip(np.arange(self.step - 1, self.step + 11), 0, len(episode.action) - 1)
+            windows.append(episode.action[frames])
+            if not self.finished[i]:
+                expected = episode.observation["state"][[max(self.step - 1, 0), self.step]]
+                np.testing.assert_array_equal(observation["state"][i], expected)
+        self.step += 4
+        return torch.from_numpy(np.stack(windows))
+
+
+def test_an_oracle_replays_the_demonstrations_through_the_callback(tmp_path):
+    """`Rollouts` executes, of the expert's windows, exactly the expert's actions, and sees exactly its states."""
+    task, seeds = "door-open-v3", [5, 6]
+    demonstrations = [demonstrate(task, STATE, seed) for seed in seeds]
+    oracle, simulators = Oracle(demonstrations), Simulators(task, STATE, 2, processes=1)
+    step = simulators.step
+    oracle.finished = np.zeros(2, bool)
+
+    def watched(*args):
+        result = step(*args)
+        oracle.finished = result.solved
+        return result
+
+    simulators.step = watched
+    found = Rollouts(2, picture=0).rollout(trainer(tmp_path), oracle, simulators, seeds, task)
+    simulators.close()
+    assert found.solved.all()
+    for i, episode in enumerate(demonstrations):
+        steps = found.steps[i]
+        assert 0 < steps < len(episode.action)
+        np.testing.assert_array_equal(found.executed[i].reshape(-1, 4)[:steps], episode.action[:steps])
+        np.testing.assert_array_equal(found.layouts[i], episode.layout)
+
+
 @pytest.mark.long
 def test_processes_do_not_change_anything(tmp_path):
     paths = [collect("reach-v3", 3, STATE, tmp_path / str(n), tail=5, processes=n) for n in (1, 2)]
@@ -167,3 +265,27 @@ def test_processes_do_not_change_anything(tmp_path):
     np.testing.assert_array_equal(results[0].hand, results[1].hand)
     np.testing.assert_array_equal(results[0].observation["state"], results[1].observation["state"])
     assert results[0].frames.shape == results[1].frames.shape == (2, 16, 16, 3)
+
+
+def test_a_bar_counts_the_demonstrations_that_succeed(tmp_path, monkeypatch):
+    shown = []
+
+    class Bar:
+        def __init__(self, what, total):
+            shown.append((what, total))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            shown.append("closed")
+
+        def update(self, n=1):
+            shown.append(int(n))
+
+    outcomes = iter([False, True, True])
+    episode = Episode({"state": np.zeros((3, 9), "f")}, np.zeros((3, 4), "f"), np.zeros(6))
+    monkeypatch.setattr(metaworld, "progress", Bar)
+    monkeypatch.setattr(metaworld, "demonstrate", lambda *args: episode if next(outcomes) else None)
+    collect("reach-v3", 2, STATE, tmp_path, processes=1)
+    assert shown == [("demonstrations of reach-v3", 2), 0, 1, 1, "closed"]
