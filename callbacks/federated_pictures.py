@@ -149,14 +149,14 @@ class FederatedPictures(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the accuracies of the last validation."""
-        log_table(trainer, "val_federation", _accuracies(trainer, "val"))
+        log_table(trainer, "val_federation", accuracies(trainer, "val"))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the accuracies of the test."""
-        log_table(trainer, "test_federation", _accuracies(trainer, "test"))
+        log_table(trainer, "test_federation", accuracies(trainer, "test"))
 
 
-def _accuracies(trainer: Trainer, stage: str) -> list[dict[str, Any]]:
+def accuracies(trainer: Trainer, stage: str) -> list[dict[str, Any]]:
     """A row for all images, for each domain and for each client whose accuracy was logged."""
     data = trainer.datamodule
     per_domain = torch.bincount(data.table.domains.cpu(), minlength=len(data.domains)).tolist()

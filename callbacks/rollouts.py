@@ -135,7 +135,8 @@ class Rollouts(Callback):
             ValueError: If the module plans no chunks of actions, there is no simulator, or there are fewer episodes
                 than ranks.
         """
-        plans = {"history", "horizon", "action_steps", "action_dim"} <= pl_module.hparams.keys()
+        settings = {"history", "horizon", "action_steps", "action_dim"}
+        plans = settings <= pl_module.hparams.keys() and "executed" in dir(pl_module)
         require(self, plans, "a policy such as FocalPolicy or VideoPolicy", pl_module)
         data = trainer.datamodule
         require(self, hasattr(data, "simulators"), "a data module with a simulator, such as RobotDemonstrations", data)

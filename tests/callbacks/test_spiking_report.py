@@ -1,5 +1,6 @@
 """The figures of the report, against direct calculations."""
 
+import csv
 import json
 
 import pytest
@@ -72,6 +73,19 @@ def test_every_figure(tmp_path):
         expected = {"macs": layer.macs, "synops": layer.operations, "accumulates": layer.accumulates}
         assert found["operations"][name] == pytest.approx(expected, rel=1e-4)
     assert found["operations"].keys() == energy.layers.keys()
+
+    with (tmp_path / "test_layers.csv").open() as file:
+        layers = {row["layer"]: row for row in csv.DictReader(file)}
+    assert layers.keys() == energy.layers.keys() | energy.firing_rates.keys()
+    per_layer = [float(layers[name]["energy_nj"]) for name in energy.layers]
+    assert sum(per_layer) == pytest.approx(found["energy_nj"]["closed_loop"])
+    assert [float(layers[name]["firing_rate"]) for name in found["firing_rate"]] == list(found["firing_rate"].values())
+    with (tmp_path / "test_accuracy.csv").open() as file:
+        rows = {(row["network"], row["time_steps"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 1 + 2 * len(found["accuracy"])
+    assert float(rows["ANN", ""]["accuracy"]) == pytest.approx(ann)
+    assert float(rows["closed loop", "5"]["accuracy"]) == found["accuracy"]["closed loop"][1]
+    assert float(rows["closed loop", "1"]["relative"]) == found["relative_accuracy"]["closed loop"][0]
 
     noisy = torch.cat([data.add_noise(batch, 0.3) for batch in batches])
     assert found["noise"]["sigma"] == [0.0, 0.3]

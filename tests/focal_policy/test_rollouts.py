@@ -1,8 +1,11 @@
+import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 
 from callbacks import Rollouts
 from callbacks.rollouts import Rollout, chunk_figure, episode_metrics, summary
@@ -116,6 +119,59 @@ def test_the_plot_has_a_panel_a_dimension():
     assert len(chunk_figure(rollout, 2, "task").axes) == 4
 
 
+class Solved(Box):
+    """Two steps a chunk; an episode is solved at the end of as many chunks as its seed says."""
+
+    def reset(self, seeds):
+        self.seeds, self.chunk = np.array(seeds), -1
+        return super().reset(seeds)
+
+    def step(self, actions, picture=0):
+        self.chunk += 1
+        taken = 2 * np.minimum(self.seeds, self.chunk)
+        return super().step(actions)._replace(solved=self.seeds <= self.chunk, steps=taken)
+
+    def close(self): ...
+
+
+class Policy(LightningModule):
+    executed = slice(0, 2)
+
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters({"history": 1, "horizon": 6, "action_steps": 2, "action_dim": 2})
+
+    def forward(self, observation, noise):
+        return noise
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_each_episode_is_a_row_and_a_bar_shows_the_work(shown, tmp_path, capsys):
+    seeds = {"reach": [3, 1, 2], "push": [9, 8, 7]}
+    run = trainer(tmp_path, enable_progress_bar=shown)
+    run.datamodule = SimpleNamespace(
+        tasks=list(seeds),
+        simulators=lambda task: Solved(),
+        layouts=lambda task: np.ones((1, 3)),
+        episode_seeds=lambda task, stage, count: seeds[task][:count],
+    )
+    callback = Rollouts(episodes=3, max_steps=6, picture=0, latency_calls=0)
+    callback.log = lambda *args, **options: None
+    capsys.readouterr()
+    callback.on_test_epoch_end(run, Policy())
+    with (tmp_path / "test_episodes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["task"], r["seed"], r["success"], r["steps"]) for r in rows] == [
+        *[("reach", "1", "True", "2"), ("reach", "2", "True", "4"), ("reach", "3", "True", "6")],
+        *[("push", "7", "False", "6"), ("push", "8", "False", "6"), ("push", "9", "False", "6")],
+    ]
+    assert all(float(r["nearest"]) == pytest.approx(3**0.5) for r in rows)
+    assert rows[0]["boundary_jump"] == "" and float(rows[2]["boundary_jump"]) > 0, "a single chunk has no border"
+    bars = capsys.readouterr().err
+    for task in seeds:
+        assert (f"test: {task}, 3 episodes in the simulator" in bars) == shown
+
+
 def test_data_without_a_simulator_says_so(tmp_path):
     with pytest.raises(ValueError, match=r"has no simulator: remove callbacks\.Rollouts"):
         trainer(tmp_path, callbacks=[Rollouts()]).fit(policy(), data(tmp_path))
@@ -147,3 +203,8 @@ def test_fit_and_test_evaluate_in_the_simulator(tmp_path):
     names = ("success_rate", "success_rate_reach-v3", "discontinuity", "overlap_disagreement", "jerk", "latency_ms")
     assert {f"test/{name}" for name in names} <= metrics.keys()
     assert metrics["test/latency_ms"] > 0 and metrics["test/nearest_demonstration"] > 0
+    for stage in ("val", "test"):
+        with (folder / f"{stage}_episodes.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [row["task"] for row in rows] == ["reach-v3"] * 2 and len({row["seed"] for row in rows}) == 2
+    assert np.mean([row["success"] == "True" for row in rows]) == metrics["test/success_rate"]
