@@ -8,9 +8,12 @@ cannot be read aloud; they are left out and counted, as in the authors' script.
 """
 
 import argparse
+import io
 import json
+import os
 import re
 import sys
+import tempfile
 import zlib
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +30,7 @@ def read_dialogues(path: Path) -> tuple[list[list[tuple[str, str]]], int]:
     """Question-answer pairs of every dialogue that can be spoken, and the number of dialogues that cannot.
 
     Raises:
-        ValueError: naming the lines that are no dialogue.
+        ValueError: naming the file if it is no text, and the lines that are no dialogue.
     """
     dialogues, skipped, problems = [], 0, []
     for number, line in enumerate(read_text(path).split("\n"), 1):
@@ -70,6 +73,7 @@ def speak_dialogues(
 
     Raises:
         ValueError: if no dialogue can be spoken.
+        OSError: if the disk is full; nothing is left then.
     """
     import soundfile
     import soxr
@@ -79,21 +83,25 @@ def speak_dialogues(
     if not pairs:
         raise ValueError(f"{source} has no dialogue that can be spoken ({skipped} hold code)")
     requests = [(text, voice, 175, 50) for *_, q, a in pairs for text, voice in ((q, user_voice), (a, assistant_voice))]
-    native, spoken = speak_in_new_process(requests)
+    native, spoken = speak_in_new_process(requests, "dialogues")
     (folder / "audio").mkdir(parents=True, exist_ok=True)
     lines = []
-    for n, (i, j, question, answer) in enumerate(pairs):
-        row = {"text": question, "answer": answer, "speaker": user_voice, "lang": "en"}
-        for key, samples in (("audio", spoken[2 * n]), ("answer_audio", spoken[2 * n + 1])):
-            row[key] = f"audio/{i:06d}_{j}_{key}.flac"
-            audio = soxr.resample(samples.astype(np.float32) / 2**15, native, sample_rate)
-            soundfile.write(folder / row[key], audio, sample_rate)
-        part = zlib.crc32(dialogues[i][0][0].encode()) / 2**32
-        row["split"] = "test" if part < 0.05 else "val" if part < 0.1 else "train"
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    manifest = folder / "manifest.jsonl"
-    manifest.write_text("".join(lines), encoding="utf-8")
-    return manifest, len(lines), skipped
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as work:
+        for n, (i, j, question, answer) in enumerate(pairs):
+            row = {"text": question, "answer": answer, "speaker": user_voice, "lang": "en"}
+            for key, samples in (("audio", spoken[2 * n]), ("answer_audio", spoken[2 * n + 1])):
+                row[key] = f"audio/{i:06d}_{j}_{key}.flac"
+                audio = soxr.resample(samples.astype(np.float32) / 2**15, native, sample_rate)
+                flac = io.BytesIO()  # soundfile itself would not say that the disk is full
+                soundfile.write(flac, audio, sample_rate, format="FLAC")
+                (Path(work) / Path(row[key]).name).write_bytes(flac.getbuffer())
+            part = zlib.crc32(dialogues[i][0][0].encode()) / 2**32
+            row["split"] = "test" if part < 0.05 else "val" if part < 0.1 else "train"
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        (Path(work) / "manifest.jsonl").write_text("".join(lines), encoding="utf-8")
+        for file in sorted(Path(work).iterdir()):  # the manifest last
+            os.replace(file, folder / ("audio" if file.suffix == ".flac" else "") / file.name)
+    return folder / "manifest.jsonl", len(lines), skipped
 
 
 def main() -> None:

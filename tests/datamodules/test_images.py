@@ -219,3 +219,27 @@ def test_no_network_says_what_to_put_where(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"put torchvision's files of it there, or cifar10.npz"):
         download("cifar10", tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((1, 8, 8), (1, 8, 8)), r"mine\.npz: val_fraction 0.1 of 1 images leaves none"),
+        (((9, 0, 8), (1, 0, 8)), r"mine\.npz: train_images holds no image"),
+        (((9, 8, 8), (2, 7, 8)), r"mine\.npz: test_images are of another size"),
+    ],
+)
+def test_arrays_that_are_no_images(shapes, message, tmp_path):
+    arrays = {}
+    for split, shape in zip(("train", "test"), shapes, strict=True):
+        arrays |= {f"{split}_images": np.zeros(shape, np.uint8), f"{split}_labels": np.zeros(shape[0], int)}
+    np.savez(tmp_path / "mine.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        ImageClassification(str(tmp_path / "mine.npz")).setup()
+
+
+def test_normalisation_must_fit_the_images_of_a_file(tmp_path):
+    images, labels = np.zeros((20, 8, 8, 3), np.uint8), np.arange(20) % 2
+    np.savez(tmp_path / "a.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels)
+    with pytest.raises(ValueError, match=r"std \[1.0\] needs one number for each of the 3 channels"):
+        ImageClassification(str(tmp_path / "a.npz"), std=[1.0]).setup()

@@ -1,12 +1,23 @@
 """Clips of videos: what is in them, how they are split, and in which order they come."""
 
+import errno
+import resource
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datamodules.videos import ExpertVideos, clip_starts, import_folder, instruction, read_video, word_ids
+from datamodules.videos import (
+    ExpertVideos,
+    clip_starts,
+    import_folder,
+    instruction,
+    read_captions,
+    read_video,
+    word_ids,
+)
 from tests.dyn_vpp.toys import DATA, video, write_folder
 
 
@@ -108,6 +119,54 @@ def test_bad_files_are_named(tmp_path):
     (folder / "captions.csv").unlink()
     with pytest.raises(FileNotFoundError, match=r"captions\.csv"):
         import_folder(folder, 16, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("file,caption\n0.gif,gauche à droite\n".encode("latin-1"), "not text in UTF-8"),
+        (b"video,words\n0.gif,left\n", "needs the columns file and caption, it has video, words"),
+        (b"file,caption\n0.gif\n", "line 2: 1 cells"),
+        (b"file,caption\n", "has no rows"),
+        (b"file,caption\n0.gif, \n", r"0\.gif \(has no caption\)"),
+        (b"file,caption\n,left\n", "a row without a file"),
+    ],
+)
+def test_captions_that_cannot_be_used(table, message, tmp_path):
+    (tmp_path / "0.gif").touch()
+    (tmp_path / "captions.csv").write_bytes(table)
+    with pytest.raises(ValueError, match=message) as error:
+        read_captions(tmp_path)
+    assert "captions.csv" in str(error.value)
+
+
+def test_videos_that_do_not_fit_on_the_disk_leave_nothing(tmp_path):
+    folder = write_folder(tmp_path / "own")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(OSError) as error:
+            import_folder(folder, 64, tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.value.errno == errno.EFBIG, "so that it can be told from other troubles"
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_frames_are_stored_as_numpy_stores_them(tmp_path):
+    folder = write_folder(tmp_path / "own", videos=2)
+    stored = import_folder(folder, 16, tmp_path / "cache")
+    expected = np.concatenate([read_video(folder / f"{i}.gif", 16) for i in range(2)])
+    for mode in (None, "r"):
+        np.testing.assert_array_equal(np.load(stored / "frames.npy", mmap_mode=mode), expected)
+
+
+def test_shades_of_grey(tmp_path):
+    imageio = pytest.importorskip("imageio.v3")
+    imageio.imwrite(tmp_path / "grey.gif", video(0)[..., 0], loop=0)
+    frames = read_video(tmp_path / "grey.gif", 20)
+    assert frames.shape == (12, 20, 20, 3)
+    assert np.ptp(frames.astype(int), axis=-1).max() <= 1
 
 
 def test_videos_shorter_than_a_clip_are_named(tmp_path):

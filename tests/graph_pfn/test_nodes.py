@@ -1,9 +1,12 @@
 import csv
+import errno
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch_geometric.data import Data
+from torch_geometric import datasets
+from torch_geometric.data import Data, InMemoryDataset
 
 from datamodules import NodeClassification
 from datamodules.nodes import clean_edges, kind_of, prepare_column, read_data, structure_columns
@@ -192,6 +195,157 @@ def test_unknown_sources_are_named():
         NodeClassification("Planetiod/Cora").setup()
     with pytest.raises(FileNotFoundError, match="no file"):
         NodeClassification("nowhere.pt").setup()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("planetoid/cora", "no data set planetoid: did you mean Planetoid"),
+        ("utils", "no data set utils"),
+        ("Planetoid", "Planetoid stands for several data sets: name one"),
+        ("Planetoid/", "Planetoid stands for several"),
+        ("FacebookPagePage/x", "takes no name: leave out /x"),
+        ("HeterophilousGraphDataset/Foo", "HeterophilousGraphDataset/Foo: unknown name"),
+        ("KarateClub", "made, not fetched"),
+    ],
+)
+def test_names_that_torch_geometric_does_not_take(source, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        NodeClassification(source, data_dir=str(tmp_path / "data")).prepare_data()
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.fixture
+def fetched(monkeypatch):
+    """A data set of torch-geometric whose second file needs what the test puts in `server`."""
+    server = {"reachable": False, "fetches": 0, "graphs": 1, "error": ConnectionResetError("the peer hung up")}
+
+    class Fetched(InMemoryDataset):
+        raw_file_names = ("a.txt", "b.txt")
+        processed_file_names = "data.pt"
+
+        def __init__(self, root, name):
+            self.name = name
+            super().__init__(root)
+            self.load(self.processed_paths[0])
+
+        @property
+        def raw_dir(self):
+            return str(Path(self.root) / self.name / "raw")
+
+        @property
+        def processed_dir(self):
+            return str(Path(self.root) / self.name / "processed")
+
+        def download(self):
+            server["fetches"] += 1
+            for path in self.raw_paths:
+                Path(path).write_text("half")
+                if path.endswith("b.txt") and not server["reachable"]:
+                    raise server["error"]
+                Path(path).write_text("whole")
+
+        def process(self):
+            assert [Path(path).read_text() for path in self.raw_paths] == ["whole", "whole"]
+            self.save([graph()] * server["graphs"], self.processed_paths[0])
+
+    monkeypatch.setattr(datasets, "Fetched", Fetched, raising=False)
+    monkeypatch.setattr(datasets, "__all__", [*datasets.__all__, "Fetched"])
+    return server
+
+
+def test_an_interrupted_download_leaves_nothing_that_counts_as_complete(fetched, tmp_path):
+    data = NodeClassification("Fetched/one", data_dir=str(tmp_path / "data"), labels_per_class=4)
+    with pytest.raises(FileNotFoundError, match=r"Fetched/one is not in .*data/Fetched .*the peer hung up"):
+        data.prepare_data()
+    assert not list((tmp_path / "data").iterdir())
+    fetched["error"] = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError) as full:
+        data.prepare_data()
+    assert full.value.errno == errno.ENOSPC, "a full disk is not called a missing download"
+    assert not list((tmp_path / "data").iterdir())
+    # what an interruption by other means has left in the place itself
+    (tmp_path / "data" / "Fetched" / "one" / "raw").mkdir(parents=True)
+    (tmp_path / "data" / "Fetched" / "one" / "raw" / "a.txt").write_text("half")
+    fetched |= {"reachable": True, "fetches": 0}
+    data.prepare_data()
+    data.setup()
+    assert data.nodes.classes == 3
+    NodeClassification("Fetched/one", data_dir=str(tmp_path / "data"), labels_per_class=4).setup()
+    assert fetched["fetches"] == 1, "it is fetched once"
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["Fetched"]
+    NodeClassification("Fetched/two", data_dir=str(tmp_path / "data")).prepare_data()
+    assert sorted(path.name for path in (tmp_path / "data" / "Fetched").iterdir()) == ["one", "two"]
+
+
+def test_files_put_in_place_by_hand_need_no_network(fetched, tmp_path):
+    raw = tmp_path / "data" / "Fetched" / "one" / "raw"
+    raw.mkdir(parents=True)
+    for name in ("a.txt", "b.txt"):
+        (raw / name).write_text("whole")
+    NodeClassification("Fetched/one", data_dir=str(tmp_path / "data")).prepare_data()
+    assert fetched["fetches"] == 0
+
+
+def test_several_graphs_are_refused_not_dropped(fetched, tmp_path):
+    fetched |= {"reachable": True, "graphs": 3}
+    with pytest.raises(ValueError, match="Fetched/one has 3 graphs"):
+        NodeClassification("Fetched/one", data_dir=str(tmp_path / "data")).prepare_data()
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        (
+            ["trian", "test", "train", "test", "", "val"],
+            r"nodes\.csv has the split 'trian' for node 'a': needed is train",
+        ),
+        (["", "test", "", "val", "", "val"], "a split without a labelled training node: use split random"),
+        (["", "", "", "", "train", "val"], "a split without a labelled training node"),
+    ],
+)
+def test_a_split_that_cannot_be_used_is_not_replaced_by_another(splits, message, tmp_path):
+    nodes = [[*HEADER, "split"], *([*row, part] for row, part in zip(NODES, splits, strict=True))]
+    for split in ("auto", "given"):
+        with pytest.raises(ValueError, match=message):
+            NodeClassification(write(tmp_path / "g", nodes, EDGES), split=split).setup()
+
+
+def test_an_empty_split_column_is_none(tmp_path):
+    nodes = [[*HEADER, "split"], *([*row, ""] for row in NODES)]
+    data = NodeClassification(write(tmp_path / "g", nodes, EDGES), labels_per_class=1)
+    data.setup()
+    assert "split: random" in "\n".join(data.said)
+
+
+def test_tables_that_are_no_text_or_no_parquet(tmp_path):
+    folder = write(tmp_path / "g", [HEADER, *NODES], EDGES)
+    (tmp_path / "g" / "nodes.csv").write_bytes("id,label\na,é\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"nodes\.csv is not text in UTF-8"):
+        NodeClassification(folder).setup()
+    (tmp_path / "g" / "nodes.csv").unlink()
+    (tmp_path / "g" / "nodes.parquet").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"nodes\.parquet cannot be read as Parquet"):
+        NodeClassification(folder).setup()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"y": torch.arange(7)}, "7 rows of y for 40 nodes"),
+        ({"y": torch.zeros(40, 3)}, "120 rows of y for 40 nodes"),
+        ({"train_mask": torch.ones(7, dtype=torch.bool)}, "7 rows of train_mask for 40 nodes"),
+        ({"edge_index": torch.tensor([[0, 99], [1, 2]])}, "joins node 99"),
+    ],
+)
+def test_a_data_object_whose_parts_do_not_fit(changes, message, tmp_path):
+    object_ = graph()
+    for name, value in changes.items():
+        object_[name] = value
+    torch.save(object_, tmp_path / "mine.pt")
+    with pytest.raises(ValueError, match=message) as error:
+        NodeClassification(str(tmp_path / "mine.pt")).setup()
+    assert "mine.pt" in str(error.value)
 
 
 def test_clean_edges():

@@ -227,3 +227,34 @@ def test_hyper_priors_stay_in_their_ranges():
     assert min(s.causes for s in drawn) >= 1
     assert 0.35 < np.mean([s.causal for s in drawn]) < 0.65
     assert 0.35 < np.mean([s.activation is None for s in drawn]) < 0.65
+
+
+@pytest.mark.parametrize(
+    ("prior", "settings", "message"),
+    [
+        ("small", {"nodes": [500, 100]}, r"settings.nodes \[500, 100\]: the lower number comes first"),
+        ("small", {"nodes": [1, 2]}, "start of settings.nodes 1 must be at least 20"),
+        ("small", {"nodes": 500}, "settings.nodes is 500, needed is a pair of whole numbers"),
+        ("small", {"nodes": [100]}, "needed is a pair"),
+        ("small", {"nodes": ["few", "many"]}, "needed is a pair"),
+        ("small", {"nodes": [20.5, 30]}, "pair of whole numbers"),
+        ("small", {"degree": [0, 5]}, "settings.degree .* must begin at"),
+        ("small", {"scm": 1.5}, r"settings.scm 1.5 is outside \[0, 1\]"),
+        ("small", {"scm": "half"}, "settings.scm is 'half'"),
+        ("small", {"per_class": [0, 2]}, "settings.per_class"),
+        ("paper", {"features": [1, 3]}, "end of settings.features 3 must be at least 4"),
+        ("paper", {"context": [0.5, 1.0]}, "no node is left to predict"),
+        ("paper", {"context": [1e-5, 1e-5]}, "leaves none to learn from"),
+        ("paper", {"tries": 0}, "settings.tries 0"),
+    ],
+)
+def test_settings_of_which_no_graph_can_be_drawn(prior, settings, message):
+    with pytest.raises(ValueError, match=message):
+        GraphPrior(prior, settings)
+
+
+@pytest.mark.parametrize("prior", ["small", "paper"])
+def test_a_prior_that_rejects_every_graph_says_why(prior):
+    changes = {"nodes": [20, 25]} | ({"regression": 1.0} if prior == "small" else {})
+    with pytest.raises(ValueError, match="none of 1000 graphs passes .*too few for a subgraph.* widen settings"):
+        GraphPrior(prior, changes).sample(0)

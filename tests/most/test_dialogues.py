@@ -1,4 +1,6 @@
+import errno
 import json
+import resource
 
 import pytest
 
@@ -31,3 +33,19 @@ def test_lines_that_are_no_dialogue_are_numbered(tmp_path):
     (tmp_path / "e.jsonl").write_text(dialogue("Only asked."))
     with pytest.raises(ValueError, match="no dialogue that can be spoken"):
         speak_dialogues(tmp_path / "e.jsonl", tmp_path)
+    (tmp_path / "f.jsonl").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"f\.jsonl is not text in UTF-8"):
+        read_dialogues(tmp_path / "f.jsonl")
+
+
+def test_dialogues_that_do_not_fit_on_the_disk_leave_nothing(tmp_path):
+    (tmp_path / "d.jsonl").write_text(dialogue("How old are you?", "Nine."))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, before[1]))
+    try:
+        with pytest.raises(OSError) as error:
+            speak_dialogues(tmp_path / "d.jsonl", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.value.errno == errno.EFBIG
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == ["audio"]
