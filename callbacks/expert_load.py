@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
@@ -46,15 +47,16 @@ class ExpertLoad(Callback):
         if trainer.global_step or trainer.fast_dev_run:
             return
         assert isinstance(pl_module, MoST)
-        texts: list[str] = []
-        for _, batch in zip(range(self.batches), trainer.datamodule.val_dataloader(), strict=False):
-            texts += batch.text
+        sums = torch.zeros(2, 2, device=pl_module.device)  # with all experts, with the text group; nats, tokens
         pl_module.eval()
-        losses = {"all_experts": pl_module.text_loss(texts, all_experts=True), "": pl_module.text_loss(texts)}
+        for _, batch in zip(range(self.batches), trainer.datamodule.val_dataloader(), strict=False):
+            for i, everything in enumerate((True, False)):
+                loss = pl_module.text_loss(batch.text, all_experts=everything)
+                sums[i] += torch.stack([loss.sum(), loss.new_tensor(float(len(loss)))])
         pl_module.train()
-        for name, loss in losses.items():
-            value = trainer.strategy.reduce(loss.mean(), reduce_op="mean")
-            pl_module.log(f"start/text_loss{'_' if name else ''}{name}", value, on_step=False, on_epoch=True)
+        sums = trainer.strategy.reduce(sums, reduce_op="sum")
+        for name, (nats, tokens) in zip(("text_loss_all_experts", "text_loss"), sums, strict=True):
+            pl_module.log(f"start/{name}", nats / tokens, on_step=False, on_epoch=True)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the heat map of this validation."""

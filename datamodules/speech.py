@@ -189,6 +189,8 @@ def _row(values: Any, folder: Path, split: str | None) -> Row:
         values = {**values, "audio": values["file_name"], "text": values.get("text") if text is None else text}
     known = set(Row.__dataclass_fields__) - {"takes"}
     own = {key: value for key, value in values.items() if key in known and value is not None}
+    if type(own.get("speaker")) is int:  # 5 and "5" are one speaker, who may be held out
+        own["speaker"] = str(own["speaker"])
     for key, value in own.items():
         if key in ("start", "duration", "sample_rate"):
             kinds, what = (int, "whole number") if key == "sample_rate" else ((int, float), "number")
@@ -488,6 +490,7 @@ class LengthBuckets(GlobalBatches):
         rng = np.random.default_rng([self.seed, self.epoch])
         order = rng.permutation(self.size)
         if self.weights is not None:  # one pick in every interval of length 1 on the line of all weights
+            order = order[np.argsort(self.weights[order], kind="stable")]  # so that sources get their shares exactly
             ends = self.weights[order].cumsum()
             picks = np.searchsorted(ends * (self.size / ends[-1]), rng.random() + np.arange(self.size), side="right")
             repetition = np.arange(self.size) - np.searchsorted(picks, picks)

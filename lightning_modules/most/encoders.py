@@ -45,6 +45,8 @@ class LogMel(nn.Module):
         """Frames [b, l, mels * stack] and their number [b]; zeros behind the end of an utterance."""
         count = self.frame_count(length)
         hops = int(count.max()) * self.stack
+        if hops == 0:  # no sound in the whole batch
+            return audio.new_zeros(len(audio), 0, self.feature_size), count
         logs = log_mel(audio, hops, self.hop, self.hann.to(audio.device), self.filters.to(audio.device))
         valid = (torch.arange(hops, device=audio.device) < -(-length // self.hop)[:, None])[..., None]  # b hops 1
         number = valid.sum(1, keepdim=True).clamp(min=1)
@@ -82,6 +84,9 @@ class FrozenEncoder(nn.Module):
         window_seconds: length of a window; Whisper's is always 30.
         normalise: bring each window to mean 0 and variance 1; by default what the source's feature extractor says.
 
+    Raises:
+        ValueError: for another kind of model, or if weights are missing in the source.
+
     Attributes:
         description: a dict from which `build_encoder` makes the same encoder without its weights.
     """
@@ -97,9 +102,12 @@ class FrozenEncoder(nn.Module):
         super().__init__()
         self.sample_rate, self.layer, self.stack = 16_000, layer, stack
         if isinstance(source, dict):
-            self.model = AutoModel.from_config(AutoConfig.for_model(**source))
+            self.model = AutoModel.from_config(AutoConfig.for_model(**source), dtype=torch.float32)
         else:
-            self.model = AutoModel.from_pretrained(source)
+            self.model, info = AutoModel.from_pretrained(source, output_loading_info=True, dtype=torch.float32)
+            missing = sorted(set(info["missing_keys"]) - {"masked_spec_embed"})  # used in its own training alone
+            if missing:
+                raise ValueError(f"{source}: {len(missing)} weights of the encoder are missing, e.g. {missing[0]}")
             if normalise is None:
                 normalise = getattr(AutoFeatureExtractor.from_pretrained(source), "do_normalize", True)
         config = self.model.config

@@ -11,7 +11,9 @@ from lightning_modules.most.moe import FAMILIES
 UPCYCLED = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 
 
-def load_language_model(source: str | Path | dict[str, Any], **kwargs: Any) -> PreTrainedModel:
+def load_language_model(
+    source: str | Path | dict[str, Any], dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> PreTrainedModel:
     """Load a causal language model of transformers, or build a new one with random weights.
 
     Loading goes through transformers' own classes and therefore through its conversion of checkpoints:
@@ -19,7 +21,9 @@ def load_language_model(source: str | Path | dict[str, Any], **kwargs: Any) -> P
 
     Args:
         source: a hub id, a folder, or a configuration as a dict with `model_type` (a new model).
-        kwargs: passed to `from_pretrained` (for example `dtype`).
+        dtype: of the weights, whatever the checkpoint's is. Training in lower precision is autocast's matter (the
+            trainer's `precision`): weights that are themselves bfloat16 lose small steps.
+        kwargs: passed to `from_pretrained`.
 
     Raises:
         ValueError: if a weight is missing, unexpected or of another shape; nothing is ever left random in
@@ -30,9 +34,9 @@ def load_language_model(source: str | Path | dict[str, Any], **kwargs: Any) -> P
             raise ValueError(
                 f"a new language model needs model_type, one of {', '.join(FAMILIES)}; got {source.get('model_type')!r}"
             )
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**source))
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**source), dtype=dtype)
     model, info = AutoModelForCausalLM.from_pretrained(
-        source, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        source, output_loading_info=True, ignore_mismatched_sizes=True, dtype=dtype, **kwargs
     )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):

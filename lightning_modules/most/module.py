@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from lightning_modules.most.discriminators import AdversarialLosses, Discriminat
 from lightning_modules.most.encoders import build_encoder
 from lightning_modules.most.judge import Judge, normalise
 from lightning_modules.most.language_model import load_language_model, upcycle
-from lightning_modules.most.moe import MaskPosition, make_modality_aware, moe_blocks
+from lightning_modules.most.moe import MaskPosition, ModalityAwareLayer, make_modality_aware, moe_blocks
 from lightning_modules.most.network import Expect, SpeechTextModel, token_losses
 from lightning_modules.most.prompts import (
     TASKS,
@@ -39,7 +40,7 @@ from lightning_modules.most.prompts import (
     word_tokenizer,
 )
 from lightning_modules.most.units import Units, deduplicate
-from lightning_modules.most.vocoder import DurationPredictor, MelLoss, UnitVocoder, duration_loss
+from lightning_modules.most.vocoder import DurationPredictor, MelLoss, UnitVocoder, duration_errors
 
 FORMAT = 1
 SCORES = {
@@ -105,9 +106,13 @@ class MoST(LightningModule):
         balance: form of the load-balance loss: `sequence` (the paper), `flat` or `modality`.
         balance_weight: its factor alpha, summed over layers.
         balance_counts_padding: count padding as text, as the official code does.
-        tasks: weight of each task among asr, tts, text, qa_text, qa_speech and interleaved.
+        tasks: weight of each task among asr, tts, text, qa_text, qa_speech, instruct and interleaved. Every row draws
+            by weight among the tasks that it allows: audio and text allow asr, tts and interleaved; audio and answer
+            qa_text, with a spoken answer qa_speech; text and answer instruct; text without an answer text. So the
+            weights are shares of all rows only if every row allows every task: a row of text alone is `text` however
+            small that weight is. How many rows of each kind there are is set with `shares` of `SpeechText`.
         num_units: number of unit tokens.
-        units: file with a trained unit set; by default one is trained by k-means before the first step.
+        units: file with a trained unit set (`Units.save`); by default one is trained by k-means before the first step.
         unit_frames: frames it is trained on.
         deduplicate: runs of equal units become one; the vocoder then predicts durations.
         vocoder_width: channels of the unit vocoder; 0 has none.
@@ -130,6 +135,8 @@ class MoST(LightningModule):
     Attributes:
         expert_load: float [layers, 2, experts], picks by text and by audio tokens in this validation epoch.
     """
+
+    block_types = (ModalityAwareLayer,)
 
     def __init__(
         self,
@@ -171,6 +178,8 @@ class MoST(LightningModule):
         tasks = tasks or {"asr": 0.4, "tts": 0.4, "text": 0.2}
         if unknown := set(tasks) - set(TASKS):
             raise ValueError(f"tasks has {', '.join(sorted(unknown))}; known are {', '.join(TASKS)}")
+        if min(tasks.values()) < 0 or max(tasks.values()) == 0:
+            raise ValueError(f"tasks {tasks}: no weight may be negative, and one must be above 0")
         if isinstance(language_model, dict) and not isinstance(tokenizer, list | str):
             raise ValueError("a new language model needs a tokenizer: a list of words or of characters, or a hub id")
         self.tasks, self.optimizer, self.init_from = tasks, optimizer, init_from
@@ -184,7 +193,12 @@ class MoST(LightningModule):
     # ------------------------------------------------------------------------------------------------ building
 
     def setup(self, stage: str) -> None:
-        """Check that the data have the rate that the encoders need."""
+        """Check that the data have the rate that the encoders need, and that weights are kept in float32."""
+        if self.trainer.precision in ("bf16-true", "16-true"):
+            raise ValueError(
+                f"precision {self.trainer.precision} would change unit tokens and the router: use "
+                f"{str(self.trainer.precision).replace('true', 'mixed')}"
+            )
         rate = getattr(self.trainer.datamodule, "sample_rate", 16_000)
         if rate != 16_000:
             raise ValueError(
@@ -227,9 +241,14 @@ class MoST(LightningModule):
         if h["gradient_checkpointing"]:
             language_model.gradient_checkpointing_enable({"use_reentrant": False})
         self.network = SpeechTextModel(language_model, layout, self.encoder.feature_size)
-        self.units = Units.load(Path(h["units"])) if h["units"] else Units(h["num_units"], self.encoder.feature_size)
-        if self.units.count != h["num_units"]:
-            raise ValueError(f"{h['units']} has {self.units.count} units and num_units is {h['num_units']}")
+        given = bool(h["units"]) and not stored  # a checkpoint brings its own
+        size = self.encoder.feature_size
+        self.units = Units.load(Path(h["units"])) if given else Units(h["num_units"], size)
+        if tuple(self.units.centroids.shape) != (h["num_units"], size):
+            raise ValueError(
+                f"{h['units']} has {self.units.count} units of size {self.units.centroids.shape[1]}; num_units is "
+                f"{h['num_units']} and the encoder's frames have size {size}"
+            )
         if h["vocoder_width"]:
             self.vocoder = UnitVocoder(
                 h["num_units"], self.units.hash, self.encoder.samples_per_frame, h["vocoder_width"]
@@ -248,8 +267,14 @@ class MoST(LightningModule):
             "encoder": self.encoder.description,
         }
         if self.init_from is not None and not (self._trainer and self.trainer.ckpt_path):  # which brings all weights
+            wanted = self.units.hash
             fill(self, read_state(self.init_from), f"init_from {self.init_from}")
-        shard(self.network, {type(layer) for layer in language_model.model.layers}, self.device_mesh)
+            if given and self.units.hash != wanted:
+                raise ValueError(
+                    f"init_from {self.init_from} speaks the unit set {self.units.hash}, and {h['units']} is "
+                    f"{wanted}: leave out units"
+                )
+        shard(self.network, self.block_types, self.device_mesh)
         for part in (self.vocoder, self.durations, self.discriminators):
             if part is not None:
                 shard(part, (), self.device_mesh)
@@ -327,6 +352,10 @@ class MoST(LightningModule):
                     frames.append(_packed(encoded, count).cpu())
                 if sum(map(len, frames)) >= self.hparams["unit_frames"]:
                     break
+            if not frames:
+                raise ValueError(
+                    "the unit set is to be trained, and no training row has audio: add some, or give units"
+                )
             self.units.cpu().fit(torch.cat(frames)[: self.hparams["unit_frames"]].numpy())
             self.units.to(self.device)
             self.units.centroids.copy_(self.trainer.strategy.broadcast(self.units.centroids))
@@ -377,9 +406,10 @@ class MoST(LightningModule):
         expect: dict[str, Expect] = {"tts": "speech", "qa_speech": "text_then_speech"}
         limit = min(self.hparams["max_response"], self.hparams["max_length"] - prompt.input_ids.shape[1])
         if limit < 5:
+            longest = examples[int(prompt.attention_mask.sum(1).argmax())]
             raise ValueError(
-                f"a prompt of {prompt.input_ids.shape[1]} tokens leaves no room for a response in max_length "
-                f"{self.hparams['max_length']}"
+                f"{longest.name or repr(longest.text)}: a prompt of {prompt.input_ids.shape[1]} tokens leaves no room "
+                f"for a response in max_length {self.hparams['max_length']}"
             )
         out = self.network.generate(
             prompt.input_ids,
@@ -444,7 +474,9 @@ class MoST(LightningModule):
         examples, listens = [], []
         numbers = zip(*(x.tolist() for x in (heard.count, clean.count, answer.count, batch.number)), strict=True)
         for i, (n, n_clean, n_answer, number) in enumerate(numbers):
-            possible = ["text"] if batch.text[i] else []
+            possible = []
+            if batch.text[i]:
+                possible = ["instruct"] if batch.answer[i] else ["text"]
             if n and batch.text[i]:
                 possible += ["asr", "tts", "interleaved"]
             if n and batch.answer[i]:
@@ -501,28 +533,36 @@ class MoST(LightningModule):
     def _vocoder_loss(self, audio: Tensor, clean: Frames, number: Tensor) -> tuple[Tensor, AdversarialLosses | None]:
         """Log-mel distance on one piece of every utterance and the durations of its units; what discriminators say."""
         assert self.vocoder is not None
-        size, (frames, count) = self.vocoder.samples_per_unit, clean
-        if frames.shape[1] == 0:  # no audio here; other ranks may have some
-            nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            made = self.vocoder(nothing)
-            loss = 0 * made.sum() + (0 if self.durations is None else 0 * self.durations(nothing).sum())
-            adversarial = self._adversarial(made.detach(), made)
-            return loss, adversarial and AdversarialLosses(*(0 * part for part in adversarial))
-        units = self.units(frames)
-        crop = min(self.hparams["vocoder_crop"], units.shape[1])
-        start = (number * (count - crop + 1).clamp(min=1)).long()
-        place = start[:, None] + torch.arange(crop, device=units.device)  # b crop
-        audio = nn.functional.pad(audio, (0, units.shape[1] * size - audio.shape[1]))
-        real = audio.unflatten(1, (-1, size)).gather(1, place[..., None].expand(-1, -1, size)).flatten(1)
-        made = self.vocoder(units.gather(1, place))
+        size = self.vocoder.samples_per_unit
+        spoken = clean.count > 0
+        audio, number, frames, count = (x[spoken] for x in (audio, number, *clean))
+        if len(count):
+            units = self.units(frames)
+            crop = min(self.hparams["vocoder_crop"], units.shape[1])
+            start = (number * (count - crop + 1).clamp(min=1)).long()
+            place = start[:, None] + torch.arange(crop, device=units.device)  # b crop
+            audio = nn.functional.pad(audio, (0, units.shape[1] * size - audio.shape[1]))
+            real = audio.unflatten(1, (-1, size)).gather(1, place[..., None].expand(-1, -1, size)).flatten(1)
+            piece = units.gather(1, place)
+        else:  # no audio here; other ranks may have some, and all parts take part on every rank
+            piece = units = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            real, count = torch.zeros(1, size, device=self.device), torch.ones_like(units[0])
+        made = self.vocoder(piece)
+        share = self._share(int(spoken.sum()))
         with torch.autocast(self.device.type, enabled=False):
-            loss = self.mel_loss(made.float(), real.float())
+            loss = share * self.mel_loss(made.float(), real.float())
         if self.durations is not None:
-            loss = loss + duration_loss(self.durations, units, count)
-        return loss, self._adversarial(real.to(made.dtype), made)
+            errors = duration_errors(self.durations, units, count)
+            loss = loss + self._share(len(errors) if spoken.any() else 0) * errors.mean()
+        if self.discriminators is None:
+            return loss, None
+        parts = self.discriminators(real.to(made.dtype), made)
+        return loss, AdversarialLosses(*(share * part for part in parts))
 
-    def _adversarial(self, real: Tensor, made: Tensor) -> AdversarialLosses | None:
-        return None if self.discriminators is None else self.discriminators(real, made)
+    def _share(self, number: int) -> Tensor:
+        """Factor of a mean over `number` items here, so that the mean over ranks is that over all of their items."""
+        own = torch.tensor([float(number)], device=self.device)
+        return own[0] * self._world / gather_with_gradient(own).sum().clamp(min=1)
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
@@ -579,7 +619,8 @@ class MoST(LightningModule):
     def _evaluate(self, batch: Any) -> None:
         assert self.network is not None
         frames, count = self.encode(batch.audio, batch.length)
-        examples = [Example("asr", t, n) for t, n in zip(batch.text, count.tolist(), strict=True)]
+        given = zip(batch.text, count.tolist(), batch.name, strict=True)
+        examples = [Example("asr", text, n, name=name) for text, n, name in given]
         prompt = self._on_device(self.prompts(examples))
         logits = self.network(prompt.input_ids, _packed(frames, count), prompt.attention_mask)
         self.scores["loss"].update(token_losses(logits, prompt.labels))
@@ -588,13 +629,15 @@ class MoST(LightningModule):
             assert block.routing is not None
             total += load_by_modality(block.routing, modality, prompt.attention_mask).cpu()
         self.scores["text_loss"].update(self.text_loss(batch.text))
-        said = self._transcribe(frames, count)
+        said = self._transcribe(frames, count, batch.name)
         for name, wanted in (("wer", False), ("cer", False), ("wer_unseen_speakers", True)):
             rows = [i for i, unseen in enumerate(batch.unseen.tolist()) if unseen == wanted]
             if rows:
                 self.scores[name].update([said[i] for i in rows], [batch.text[i] for i in rows])
-        if self.hparams["check_shuffled"] and len(said) > 1:
-            self.scores["wer_shuffled"].update(self._transcribe(frames.roll(1, 0), count.roll(1, 0)), batch.text)
+        if self.hparams["check_shuffled"]:
+            shuffled = self._transcribe(frames.roll(1, 0), count.roll(1, 0))  # on all ranks: they generate together
+            if len(said) > 1:
+                self.scores["wer_shuffled"].update(shuffled, batch.text)
 
     @torch.no_grad()
     def text_loss(self, texts: list[str], all_experts: bool = False) -> Tensor:
@@ -618,8 +661,9 @@ class MoST(LightningModule):
                 gate.groups = own
         return token_losses(logits, prompt.labels)
 
-    def _transcribe(self, frames: Tensor, count: Tensor) -> list[str]:
-        examples = [Example("asr", frames=n) for n in count.tolist()]
+    def _transcribe(self, frames: Tensor, count: Tensor, names: Sequence[str] | None = None) -> list[str]:
+        names = names or [""] * len(count)
+        examples = [Example("asr", frames=n, name=name) for n, name in zip(count.tolist(), names, strict=True)]
         return self._respond("asr", examples, _packed(frames, count)).texts
 
     def _evaluate_speech(self, batch: Any) -> None:
@@ -670,7 +714,8 @@ class MoST(LightningModule):
             `text` and `samples` (b waveforms at 16 kHz) for a batch of texts.
         """
         if batch.audio.shape[1]:
-            return {"index": batch.index, "name": batch.name, "text": self(batch.audio, batch.length)}
+            text = self._transcribe(*self.encode(batch.audio, batch.length), batch.name)
+            return {"index": batch.index, "name": batch.name, "text": text}
         return {"index": batch.index, "text": batch.text, "samples": self.speak(batch.text)}
 
 

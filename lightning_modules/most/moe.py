@@ -284,7 +284,7 @@ class ModalityAwareMoE(nn.Module):
         return out + shared
 
 
-class _HandsOnModality:
+class ModalityAwareLayer:
     """Mixin for a decoder layer: its parts stay, and the MoE block also gets the modality."""
 
     self_attn: nn.Module
@@ -293,6 +293,7 @@ class _HandsOnModality:
     post_attention_layernorm: nn.Module
 
     def forward(self, hidden_states: Tensor, modality_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """What the layer of transformers computes: float [b, t, h] to [b, t, h]; modalities int64 [b, t]."""
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         normed = self.post_attention_layernorm(hidden_states)
@@ -302,7 +303,7 @@ class _HandsOnModality:
 
 @cache
 def _modality_aware(layer_class: type[nn.Module]) -> type[nn.Module]:
-    return type(layer_class.__name__, (_HandsOnModality, layer_class), {})
+    return type(layer_class.__name__, (ModalityAwareLayer, layer_class), {})
 
 
 def make_modality_aware(

@@ -2,6 +2,7 @@ r"""One builder of token sequences for all tasks, used in training and in infere
 
     ASR and TTS   BOS instruction "\\n\\n" input EOS "\\n\\nOutput: " BOS | output EOS
     spoken QA     BOS "User: " speech "\\n\\nAssistant: " | answer EOS
+    instruct      BOS "User: " text "\\n\\nAssistant: " | answer EOS
     text          BOS | text EOS
     interleaved   BOS | speech units, then their text EOS, or the other way round
 
@@ -10,6 +11,7 @@ that is heard takes one placeholder id per frame, so that ids, labels, positions
 with what the model sees; speech that is spoken is `begin_audio`, unit tokens, `end_audio`.
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-TASKS = ("asr", "tts", "text", "qa_text", "qa_speech", "interleaved")
+TASKS = ("asr", "tts", "text", "qa_text", "qa_speech", "instruct", "interleaved")
 TRANSCRIBE = "Transcribe the following speech into text."
 SPEAK = "Convert the following text into speech."
 IGNORE = -100
@@ -88,9 +90,14 @@ def add_speech_tokens(tokenizer: PreTrainedTokenizerBase, num_units: int) -> Tok
     """Add unit and marker tokens to a tokenizer, in place, and say where they are.
 
     Raises:
-        ValueError: if a special string does not encode to exactly one id, if the ids are not consecutive, or
-            if the tokenizer has no begin or end of sequence.
+        ValueError: if a special string does not encode to exactly one id, if the ids are not consecutive, if the
+            tokenizer has another number of units already, or has no begin or end of sequence.
     """
+    there = sum(bool(re.fullmatch(r"\[Hu\d+\]", token)) for token in tokenizer.get_added_vocab())
+    if there not in (0, num_units):
+        raise ValueError(
+            f"the tokenizer has {there} unit tokens and num_units is {num_units}: set num_units to {there}"
+        )
     names = [f"[Hu{i}]" for i in range(num_units)]
     names += ["<｜begin▁of▁audio｜>", "<｜end▁of▁audio｜>", "<｜audio▁frame｜>"]
     tokenizer.add_special_tokens({"additional_special_tokens": names})
@@ -134,7 +141,7 @@ class Example(NamedTuple):
         text: transcript, or the text to speak, or plain text.
         frames: number of frames of heard speech.
         units: int64 [n], units of the utterance (tts, interleaved) or of the spoken answer (qa_speech).
-        answer: answer to a spoken question.
+        answer: answer to a spoken or written question.
         text_first: for interleaved: text, then speech.
         name: for messages.
     """
@@ -173,17 +180,20 @@ class PromptBuilder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, layout: TokenLayout, max_length: int) -> None:
         self.tokenizer, self.layout, self.max_length = tokenizer, layout, max_length
+        self.control = set(tokenizer.all_special_ids)
 
     def tokens(self, text: str) -> list[int]:
-        """Ids of a text.
+        """Ids of a text; names of control tokens in it, such as `</s>` or `[Hu3]`, are text like any other.
 
         Raises:
-            ValueError: if the tokenizer does not know a part of it.
+            ValueError: if the tokenizer does not know a part of it, or only as a control token.
         """
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         unknown = self.tokenizer.unk_token_id
         if unknown is not None and unknown in ids:
             raise ValueError(f"the tokenizer does not know every word of {text!r}")
+        if not self.control.isdisjoint(ids):
+            raise ValueError(f"a word of {text!r} is a control token of the tokenizer")
         return ids
 
     def _spoken(self, units: Tensor | None) -> list[int]:
@@ -201,8 +211,9 @@ class PromptBuilder:
         elif task == "tts":
             prompt = self._instruct(SPEAK, self.tokens(example.text))
             response = self._spoken(example.units) if respond else []
-        elif task in ("qa_text", "qa_speech"):
-            prompt = [layout.bos, *self.tokens("User: "), *heard, *self.tokens("\n\nAssistant: ")]
+        elif task in ("qa_text", "qa_speech", "instruct"):
+            asked = self.tokens(example.text) if task == "instruct" else heard
+            prompt = [layout.bos, *self.tokens("User: "), *asked, *self.tokens("\n\nAssistant: ")]
             response = self.tokens(example.answer) if respond else []
             if respond and task == "qa_speech":
                 response += self._spoken(example.units)

@@ -56,7 +56,7 @@ class Units(nn.Module):
             # |x - c|^2 without |x|^2, which is the same for all c
             return (self.centroids.square().sum(-1) - 2 * frames.float() @ self.centroids.T).argmin(-1)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the centroids as safetensors, the hash in the metadata."""
         save_file({"centroids": self.centroids.float().cpu()}, path, {"format_version": "1", "hash": self.hash})
 

@@ -130,19 +130,22 @@ class DurationPredictor(nn.Module):
         return [own.repeat_interleave(n[: len(own)]) for own, n in zip(runs, lengths, strict=True)]
 
 
-def duration_loss(predictor: DurationPredictor, units: Tensor, count: Tensor) -> Tensor:
-    """Mean squared error of the logarithms of the run lengths.
+def duration_errors(predictor: DurationPredictor, units: Tensor, count: Tensor) -> Tensor:
+    """Squared errors of the logarithms of the run lengths.
 
     Args:
         predictor: of run lengths.
         units: int64 [b, l].
-        count: int64 [b], units of each.
+        count: int64 [b], units of each, at least 1.
+
+    Returns:
+        float [m], one for each run of equal units.
     """
     runs, lengths = zip(*(deduplicate(u[:n]) for u, n in zip(units, count.tolist(), strict=True)), strict=True)
     pad = nn.utils.rnn.pad_sequence
     target = pad(list(lengths), batch_first=True)
     error = (predictor(pad(list(runs), batch_first=True, padding_value=-1)) - target.clamp(min=1).log()).square()
-    return error[target > 0].mean()
+    return error[target > 0]
 
 
 class MelLoss(nn.Module):

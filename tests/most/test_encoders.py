@@ -1,5 +1,7 @@
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import Wav2Vec2FeatureExtractor
 
 from lightning_modules.most.encoders import FrozenEncoder, LogMel, build_encoder
 
@@ -74,6 +76,26 @@ def test_long_audio_is_encoded_window_by_window():
         encoder(audio[:, a:b], torch.tensor([b - a]))[0] for a, b in ((0, 16_000), (16_000, 32_000), (32_000, 40_000))
     ]
     torch.testing.assert_close(frames, torch.cat(parts, 1))
+
+
+def test_a_batch_without_sound_has_no_frames():
+    for encoder in (LogMel(), FrozenEncoder(HUBERT)):
+        frames, count = encoder(torch.zeros(3, 0), torch.zeros(3, dtype=torch.int64))
+        assert frames.shape == (3, 0, encoder.feature_size)
+        assert count.tolist() == [0, 0, 0]
+
+
+def test_encoder_of_a_folder_is_whole_and_in_float32(tmp_path):
+    encoder = FrozenEncoder(HUBERT)
+    encoder.model.to(torch.bfloat16).save_pretrained(tmp_path)
+    Wav2Vec2FeatureExtractor().save_pretrained(tmp_path)
+    loaded = FrozenEncoder(tmp_path)
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    weights = load_file(tmp_path / "model.safetensors")
+    dropped = "encoder.layers.1.attention.k_proj.weight"
+    save_file({k: v for k, v in weights.items() if k != dropped}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"1 weights of the encoder are missing, e.g. {dropped}"):
+        FrozenEncoder(tmp_path)
 
 
 def test_frozen_encoder_stays_frozen_and_is_rebuilt_from_its_description():

@@ -23,6 +23,17 @@ def test_save_and_load_through_the_per_expert_layout(family, tmp_path):
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
+def test_weights_are_float32_whatever_the_checkpoint_holds(tmp_path):
+    """Of bfloat16 weights FSDP2 refuses the mix with the router's, and small steps are lost."""
+    language_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    loaded = load_language_model(tmp_path)
+    assert {p.dtype for p in make_modality_aware(loaded).parameters()} == {torch.float32}
+    again = load_language_model(loaded.config.to_dict() | {"dtype": "bfloat16"})
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    assert load_language_model(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
 def test_missing_weights_are_named(tmp_path):
     language_model().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

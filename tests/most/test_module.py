@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from callbacks.compile import Compile
 from callbacks.expert_load import ExpertLoad
 from callbacks.predictions import PredictionWriter
 from callbacks.speech_samples import SpeechSamples
@@ -13,6 +14,8 @@ from datamodules.speech import Augmentation, MadeSpeech, SpeechText, read_audio
 from lightning_modules import MoST
 from lightning_modules.most.module import Frames
 from lightning_modules.most.moe import moe_blocks
+from lightning_modules.most.prompts import Example
+from lightning_modules.most.units import Units
 from tests.most.toys import CONFIGS
 from tests.most.toys import config as toy
 
@@ -231,6 +234,92 @@ def test_without_augmentation_nothing_is_encoded_twice(folder, monkeypatch):
     assert len(calls) == 1
 
 
+def text_and_speech(folder, path, train) -> str:
+    """A manifest whose training rows are given, and four spoken rows to validate and test."""
+    made = speech_manifest(folder)
+    rows = [json.loads(line) for line in made.read_text().splitlines()][:4]
+    spoken = [
+        row | {"audio": str(made.parent / row["audio"]), "split": split}
+        for row, split in zip(rows, ["val", "val", "test", "test"], strict=True)
+    ]
+    (path / "m.jsonl").write_text("\n".join(map(json.dumps, [*train, *spoken])))
+    return str(path / "m.jsonl")
+
+
+def test_steps_of_written_rows_alone(folder, tmp_path):
+    """No rank's batch need hold audio: every part still takes part, and written questions are answered."""
+    data(folder).prepare_data()
+    train = [{"text": "one two"}, {"text": "three", "answer": "four"}] * 4
+    source = text_and_speech(folder, tmp_path, train)
+    module = model(tasks={"asr": 0.5, "text": 0.2, "instruct": 0.3}, vocoder_adversarial=0.02, discriminator_width=4)
+    module.configure_model()
+    module.units.centroids.normal_()
+    module.vocoder.unit_hash = module.units.hash
+    seen, build = [], module.prompts.__call__
+    module.prompts = lambda examples, **options: seen.extend(examples) or build(examples, **options)
+    run = trainer(tmp_path, max_epochs=1, limit_val_batches=0)
+    run.fit(module, SpeechText(source, batch_size=4))
+    assert run.global_step == 2
+    assert run.callback_metrics["train/vocoder"] == 0
+    assert sorted({(e.task, e.text, e.answer) for e in seen}) == [
+        ("instruct", "three", "four"),
+        ("text", "one two", ""),
+    ]
+
+    untrained = model()
+    with pytest.raises(ValueError, match="no training row has audio"):
+        trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(untrained, SpeechText(source, batch_size=4))
+
+
+def test_rows_of_text_are_no_silence_to_the_vocoder(folder):
+    module = model()
+    module.configure_model()
+    module.units.centroids.normal_()
+    speech = data(folder)
+    speech.setup()
+    batch = next(iter(speech.train_dataloader()))
+    frames = module.encode(batch.audio, batch.length)
+    alone, _ = module._vocoder_loss(batch.audio, frames, batch.number)
+    more = [torch.cat([x, torch.zeros_like(x)]) for x in (batch.audio, *frames, batch.number)]
+    torch.testing.assert_close(module._vocoder_loss(more[0], Frames(*more[1:3]), more[3])[0], alone)
+
+
+def test_shuffled_audio_is_transcribed_on_every_rank(folder, monkeypatch):
+    """Ranks that share a model generate together: one with a single utterance must not stay away."""
+    module = model().eval()
+    module.configure_model()
+    speech = data(folder)
+    speech.setup()
+    batch = next(iter(speech.val_dataloader()))
+    one = batch._replace(**{k: getattr(batch, k)[:1] for k in ("audio", "length", "text", "unseen", "name")})
+    calls, transcribe = [], module._transcribe
+    monkeypatch.setattr(module, "_transcribe", lambda *args: calls.append(args) or transcribe(*args))
+    with torch.no_grad():
+        module._evaluate(one)
+        module._evaluate(batch)
+    assert len(calls) == 4
+    assert module.scores["wer_shuffled"].total == sum(len(text.split()) for text in batch.text), "not scored for one"
+
+
+def test_the_end_of_speech_is_learnt():
+    """One sentence with its units: generated speech is those units and stops by itself."""
+    torch.manual_seed(0)
+    module = model(tasks={"tts": 1.0}, vocoder_width=0, max_response=60)
+    module.configure_model()
+    examples = [
+        Example("tts", text, units=torch.randint(8, (n,))) for text, n in (("one two", 12), ("three", 5), ("nine", 20))
+    ]
+    prompt = module.prompts(examples)
+    optimizer = torch.optim.AdamW(module.network.parameters(), 5e-3)
+    for _ in range(100):
+        loss, _ = module._losses(prompt, None)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    made = module.eval()._respond("tts", [e._replace(units=None) for e in examples], None)
+    assert [units.tolist() for units in made.units] == [e.units.tolist() for e in examples]
+
+
 def test_discriminators_take_part_without_audio():
     """Ranks whose batch is text alone still give every parameter a gradient, 0."""
     module = model(vocoder_adversarial=0.02, discriminator_width=4)
@@ -351,10 +440,65 @@ def speech_manifest(folder):
     return next((folder / "made_speech").glob("*/manifest.jsonl"))
 
 
+def test_units_come_from_a_file_until_a_checkpoint_brings_them(fitted, tmp_path):
+    trained = fitted[0].units
+    trained.save(tmp_path / "units.safetensors")
+    module = model(units=str(tmp_path / "units.safetensors"))
+    module.configure_model()
+    assert module.units.hash == module.vocoder.unit_hash == trained.hash
+    module.save_pretrained(tmp_path / "saved")
+    again = model(units=str(tmp_path / "units.safetensors"), init_from=str(tmp_path / "saved"))
+    again.configure_model()
+
+    other = Units(8, trained.centroids.shape[1])
+    other.centroids.normal_()
+    other.save(tmp_path / "units.safetensors")
+    with pytest.raises(ValueError, match=f"speaks the unit set {trained.hash}, and .* is {other.hash}"):
+        model(units=str(tmp_path / "units.safetensors"), init_from=str(tmp_path / "saved")).configure_model()
+    (tmp_path / "units.safetensors").unlink()
+    assert MoST.from_pretrained(tmp_path / "saved").units.hash == trained.hash
+
+    Units(8, 7).save(tmp_path / "small.safetensors")
+    with pytest.raises(ValueError, match="8 units of size 7; num_units is 8 and the encoder's frames have size 320"):
+        model(units=str(tmp_path / "small.safetensors")).configure_model()
+    with pytest.raises(ValueError, match="has 8 unit tokens and num_units is 9"):
+        MoST.load_from_checkpoint(fitted[2] / "checkpoints" / "last.ckpt", num_units=9)
+
+
+def test_audio_that_is_longer_than_the_context_is_named(fitted, folder, tmp_path):
+    (tmp_path / "in").mkdir()
+    soundfile.write(tmp_path / "in" / "short.wav", torch.randn(4000).numpy() * 0.1, 16_000)
+    for seconds, words in ((4.3, "leaves no room"), (5.0, "do not fit into the context of 120")):
+        soundfile.write(tmp_path / "in" / "long.wav", torch.randn(int(seconds * 16_000)).numpy() * 0.1, 16_000)
+        with pytest.raises(ValueError, match=rf"in/long\.wav: .*{words}"):
+            trainer(tmp_path).predict(fitted[0], data(folder, predict_source=str(tmp_path / "in")))
+
+
+def test_compiled_layers_compute_the_same(fitted, folder, tmp_path):
+    scores = []
+    for callbacks in ([], [Compile("eager")]):
+        module = MoST.load_from_checkpoint(fitted[2] / "checkpoints" / "last.ckpt")
+        run = trainer(tmp_path, callbacks=callbacks, max_epochs=1, limit_train_batches=1)
+        seed_everything(0)
+        run.fit(module, data(folder))
+        scores.append({name: float(value) for name, value in run.callback_metrics.items()})
+    layers = [layer for layer in module.modules() if isinstance(layer, MoST.block_types)]
+    assert len(layers) == 2 and all(layer._compiled_call_impl is not None for layer in layers)
+    assert scores[1] == pytest.approx(scores[0], rel=1e-4)
+
+
+def test_weights_are_not_kept_in_bfloat16(folder, tmp_path):
+    run = trainer(tmp_path, precision="bf16-true")
+    with pytest.raises(ValueError, match="use bf16-mixed"):
+        run.fit(model(), data(folder))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"tasks": {"sing": 1.0}}, "sing"),
+        ({"tasks": {"asr": 1.0, "tts": -0.1}}, "no weight may be negative"),
+        ({"tasks": {"asr": 0.0}}, "one must be above 0"),
         ({"tokenizer": None}, "tokenizer"),
         ({"max_length": 500}, "context, 256"),
         ({"partition": [0] * 7 + [1]}, "the audio group has 1 experts"),

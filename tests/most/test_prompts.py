@@ -67,6 +67,37 @@ def test_speech_recognition_prompt_is_the_published_format():
     assert TOKENIZER.decode(response) == "one two </s>"
 
 
+def test_written_and_spoken_questions_have_the_same_format():
+    written, answer = BUILD.parts(example("instruct"), True)
+    spoken, again = BUILD.parts(example("qa_text"), True)
+    assert TOKENIZER.decode(written) == "<s> User: one two Assistant:"
+    assert TOKENIZER.decode(spoken) == "<s> User: " + "<｜audio▁frame｜> " * 3 + "Assistant:"
+    assert TOKENIZER.decode(answer) == TOKENIZER.decode(again) == "zero </s>"
+
+
+def test_control_strings_in_a_text_are_never_control_tokens():
+    """Of a sub-word tokenizer they are text; a vocabulary of whole words has no other way to write them."""
+    for text in ("one </s> two", "<s>", "one [Hu3]", "<｜begin▁of▁audio｜>"):
+        with pytest.raises(ValueError, match="control token|does not know"):
+            BUILD.tokens(text)
+    letters = word_tokenizer(list("<>/s[Hu3] "))
+    layout = add_speech_tokens(letters, 5)
+    build = PromptBuilder(letters, layout, 60)
+    for text in ("</s>", "[Hu3]", "<s> [Hu3]"):
+        ids = build.tokens(text)
+        assert len(ids) == len(text), "one per character"
+        assert letters.decode(ids) == text
+    assert layout.first_unit + 3 in letters.encode("[Hu3]"), "what would have happened"
+
+
+def test_another_number_of_units_than_the_tokenizer_has_is_named():
+    again = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(TOKENIZER.backend_tokenizer.to_str()), bos_token="<s>", eos_token="</s>"
+    )
+    with pytest.raises(ValueError, match="has 5 unit tokens and num_units is 3: set num_units to 5"):
+        add_speech_tokens(again, 3)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_inference_prompts_are_the_beginning_of_training_sequences(task):
     trained = BUILD([example(task)])

@@ -1,4 +1,6 @@
+import errno
 import json
+import resource
 import time
 import zlib
 from dataclasses import asdict
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from lightning.pytorch import Trainer
 
 from datamodules.espeak import speak, speak_in_new_process
 from datamodules.speech import (
@@ -19,6 +22,7 @@ from datamodules.speech import (
     check_files,
     make_speech,
     read_audio,
+    read_folder,
     read_manifest,
 )
 
@@ -132,6 +136,96 @@ def test_buckets_hold_similar_lengths_and_resume_in_the_middle():
     assert [b.items.tolist() for b in resumed] == items[7:]
 
 
+def test_shares_of_an_epoch_are_as_wanted_and_each_repetition_is_its_own():
+    seconds = np.random.default_rng(0).random(90)
+    weights = np.repeat([0.5 * 90 / 60, 0.5 * 90 / 30], [60, 30])  # half of an epoch from each of two sources
+
+    def epoch(number):
+        order = LengthBuckets(seconds, 3, weights, batch_size=9, shuffle=True, drop_last=True, seed=3)
+        order.set_epoch(number)
+        return np.concatenate([draw.items for draw in order])
+
+    for number in range(20):
+        items = epoch(number)
+        counts = np.bincount(items % 90, minlength=90)
+        assert len(items) == len(set(items)) == 90, "repetitions have numbers of their own"
+        assert set(counts[:60]) <= {0, 1} and set(counts[60:]) <= {1, 2}
+        assert abs(counts[:60].sum() - 45) <= 1
+    assert np.array_equal(epoch(4), epoch(4))
+    assert not np.array_equal(np.sort(epoch(4)), np.sort(epoch(5)))
+    seen = np.bincount(np.concatenate([epoch(number) % 90 for number in range(20)]), minlength=90)
+    assert (seen > 0).all(), "what is left out changes from epoch to epoch"
+
+
+def test_shares_of_sources(takes, corpus, tmp_path):
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(7)))
+    options = {"more": [str(tmp_path / "text.jsonl")], "batch_size": 4}
+    module = SpeechText(str(takes / "m.jsonl"), shares=[0.25, 0.75], augmentation=Augmentation(), **options)
+    module.setup()
+    batches = list(module.train_dataloader())
+    lines = [name == "" for batch in batches for name in batch.name]
+    assert np.mean(lines) == pytest.approx(0.75, abs=0.03)
+    numbers = {}
+    for batch in batches:
+        for index, number in zip(batch.index.tolist(), batch.number.tolist(), strict=True):
+            numbers.setdefault(index, []).append(number)
+    repeated = max(numbers.values(), key=len)
+    assert len(repeated) > 5 and len(set(repeated)) == len(repeated), "a repeated row chooses anew"
+    with pytest.raises(ValueError, match="one number >= 0 for source and each of more"):
+        SpeechText(str(takes / "m.jsonl"), shares=[1.0], **options)
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "b", "speaker": "b"}))
+    with pytest.raises(ValueError, match=r"shares has 0.75 for .*text.jsonl, which has no training rows"):
+        SpeechText(str(takes / "m.jsonl"), shares=[0.25, 0.75], unseen_speakers=["b"], **options).setup()
+
+
+def test_prediction_needs_no_training_data(tmp_path, monkeypatch):
+    monkeypatch.setattr("datamodules.speech.make_speech", None)  # espeak-ng is not there
+    (tmp_path / "lines.TXT").write_text("one\n")
+    for source in ("made", "moved/away.jsonl"):
+        module = SpeechText(source, predict_source=str(tmp_path / "lines.TXT"))
+        module.trainer = Trainer(accelerator="cpu", logger=False)
+        module.trainer.predicting = True
+        module.prepare_data()
+        module.setup("predict")
+        assert next(iter(module.predict_dataloader())).text == ["one"]
+        with pytest.raises((FileNotFoundError, TypeError)):
+            module.setup("fit")
+
+
+def test_rows_that_teach_nothing_are_refused(tmp_path):
+    tone(tmp_path / "a.wav")
+    rows = [
+        {"audio": "a.wav", "text": text, "answer": answer} for text, answer in (("one", ""), (" ", "yes"), ("", ""))
+    ]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"text": "  "}])))
+    with pytest.raises(ValueError, match=r"2 rows have neither .*a\.wav, one without audio$"):
+        SpeechText(str(tmp_path / "m.jsonl")).setup()
+
+
+def test_it_says_what_it_has(corpus):
+    module = SpeechText(made=RECIPE, data_dir=str(corpus))
+    assert str(module) == "SpeechText('made'): not set up"
+    module.setup()
+    counts = ", ".join(f"{len(module.split(name))} {name}" for name in ("train", "val", "test"))
+    assert str(module) == f"SpeechText('made'): {counts}"
+
+
+def test_speakers_that_are_numbers_are_held_out_too(tmp_path):
+    tone(tmp_path / "a.wav")
+    rows = [{"audio": "a.wav", "text": f"t{i}", "speaker": i % 2, "split": "train"} for i in range(20)]
+    rows += [rows[0] | {"split": "val"}, rows[0] | {"split": "test"}]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for unseen in (["1"], [1]):
+        module = SpeechText(str(tmp_path / "m.jsonl"), unseen_speakers=unseen)
+        assert {row.speaker for row in module.split("train").rows} == {"0"}
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "dev", "validation"])
+def test_other_names_of_the_validation_split(tmp_path, name):
+    (tmp_path / "m.jsonl").write_text(json.dumps({"text": "a", "split": name}))
+    assert read_manifest(tmp_path / "m.jsonl")[0].split == "val"
+
+
 def test_augmentation_keeps_what_it_is_told_to():
     audio = np.sin(np.arange(8000) / 10).astype(np.float32) * 0.3
     rng = np.random.default_rng(0)
@@ -213,6 +307,75 @@ def test_bad_manifest_lines_are_numbered(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"text": "a"}\nnot json\n{"speaker": "x"}\n[1]\n')
     with pytest.raises(ValueError, match="line 2: .*; line 3: neither audio nor text; line 4: "):
         read_manifest(tmp_path / "m.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": 7}', "line 1: text is 7, needed is a string"),
+        ('{"audio": "a.wav", "start": "0.5"}', 'line 1: start is "0.5", needed is a number >= 0'),
+        ('{"audio": "a.wav", "start": true}', "start is true"),
+        ('{"audio": "a.wav", "start": -1}', "start is -1"),
+        ('{"audio": "a.wav", "duration": 0}', "duration is 0, needed is a number > 0"),
+        ('{"audio": "a.wav", "duration": NaN}', "duration is NaN"),
+        ('{"audio": "a.wav", "sample_rate": 8000.5}', "needed is a whole number > 0"),
+        ('{"text": "a", "speaker": ["b"]}', "speaker is"),
+        ('{"text": "a", "split": "trian"}', "split is 'trian', needed is one of train, val"),
+        ('["a.wav", "one"]', "line 1: it is no JSON object"),
+        ('"one"', "line 1: it is no JSON object"),
+        ('{"text": null}', "neither audio nor text"),
+        ("{", "line 1: "),
+        ("", "has no rows"),
+        (b"\xff\xfe\x00", "not text in UTF-8"),
+    ],
+)
+def test_a_manifest_line_that_cannot_be_used(line, message, tmp_path):
+    """The same in a manifest and in metadata, which also needs the name of the file."""
+    for name, read in (("m.jsonl", read_manifest), ("metadata.jsonl", lambda path: read_folder(path.parent))):
+        raw = line if isinstance(line, bytes) else line.replace('"audio"', '"audio"').encode()
+        if name == "metadata.jsonl":
+            raw = raw.replace(b'"audio": "a.wav"', b'"file_name": "a.wav"').replace(
+                b'{"text"', b'{"file_name": "", "text"'
+            )
+        (tmp_path / name).write_bytes(raw)
+        with pytest.raises(ValueError) as error:
+            read(tmp_path / name)
+        assert name in str(error.value)
+        if name == "m.jsonl":
+            assert message in str(error.value)
+
+
+def test_metadata_may_have_any_column_of_a_manifest(tmp_path):
+    text = "file_name,text,start,duration,sample_rate,split,answer\na.wav,one,0.5,1,8000,validation,two\n"
+    (tmp_path / "metadata.csv").write_text(text)
+    row = Row(str(tmp_path / "a.wav"), "one", 0.5, 1.0, split="val", answer="two", sample_rate=8000)
+    assert read_folder(tmp_path) == [row]
+    for changed, message in (
+        (text.replace("file_name", "name"), "row 1: no file_name but name, text"),
+        (text.replace("0.5", "early"), 'row 1: start is "early"'),
+        (text.replace(",two", ""), "line 2: 6 cells, the header has 7"),
+    ):
+        (tmp_path / "metadata.csv").write_text(changed)
+        with pytest.raises(ValueError, match=message) as error:
+            read_folder(tmp_path)
+        assert "metadata.csv" in str(error.value)
+
+
+def test_a_line_separator_inside_a_text_ends_no_line(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"text": "a\u2028b"}\n', encoding="utf-8")
+    assert [row.text for row in read_manifest(tmp_path / "m.jsonl")] == ["a\u2028b"]
+
+
+def test_speech_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(OSError) as error:
+            make_speech(MadeSpeech(utterances=6, unseen_utterances=2, unseen_voices=["en-us+m7"]), tmp_path, 16_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.value.errno == errno.EFBIG
+    assert not list((tmp_path / "made_speech").iterdir())
 
 
 def test_what_to_predict(tmp_path):

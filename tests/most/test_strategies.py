@@ -1,12 +1,20 @@
-"""Two processes give what one gives, under DDP and FSDP2."""
+"""Two processes give what one gives, under DDP and FSDP2, also where one of them has no audio."""
+
+import json
 
 import pytest
 import torch
 
+from datamodules.speech import SpeechText
 from tests.distributed.pair import launch
 from tests.helpers import column, run
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+
+NAMES = (
+    ("ddp", "sequence"), ("ddp", "modality"), ("fsdp2", "modality"), ("ddp", "written"), ("fsdp2", "written"),
+)  # fmt: skip
 
 
 def arguments(data_dir, balance: str) -> list[str]:
@@ -25,22 +33,50 @@ def arguments(data_dir, balance: str) -> list[str]:
     ]
 
 
+def written(data_dir) -> list[str]:
+    """The same with one row per rank, half of them without audio."""
+    made = next(data_dir.glob("made_speech/*/manifest.jsonl"))
+    spoken = [json.loads(line) for line in made.read_text().splitlines()][:16]
+    rows = [row | {"audio": str(made.parent / row["audio"]), "split": "train"} for row in spoken]
+    rows[0]["split"] = rows[1]["split"] = "val"
+    rows[2]["split"] = rows[3]["split"] = "test"
+    rows += [{"text": "one two"}, {"text": "three", "answer": "four"}] * 6
+    manifest = data_dir / "written.jsonl"
+    manifest.write_text("\n".join(map(json.dumps, rows)))
+    batches = list(SpeechText(str(manifest), batch_size=2).train_dataloader())[:6]
+    assert {tuple((batch.length > 0).tolist()) for batch in batches} >= {(True, False), (False, True)}
+    options = {
+        "model.init_args.tasks": "{asr: 0.3, tts: 0.3, interleaved: 0.2, text: 0.1, instruct: 0.1}",
+        "model.init_args.deduplicate": "true",
+        "data.init_args.source": str(manifest),
+        "data.init_args.batch_size": "2",
+        "data.init_args.bucket_batches": "20",
+        "data.init_args.augmentation": "null",
+        "trainer.max_epochs": "1",
+        "trainer.limit_train_batches": "6",
+    }
+    return [*arguments(data_dir, "modality"), *(x for k, v in options.items() for x in (f"--{k}", v))]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
+    one = {form: run(arguments(folder, form), folder / form) for form in ("sequence", "modality")}
+    one["written"] = run(written(folder), folder / "written")
+    options = {"sequence": arguments(folder, "sequence"), "modality": arguments(folder, "modality")}
+    options["written"] = written(folder)
     cases = [
-        {"name": f"{strategy}_{form}", "args": [*arguments(folder, form), "-c", f"strategy/{strategy}"]}
-        for strategy, form in (("ddp", "sequence"), ("ddp", "modality"), ("fsdp2", "modality"))
+        {"name": f"{strategy}_{form}", "args": [*options[form], "-c", f"strategy/{strategy}"]}
+        for strategy, form in NAMES
     ]
     for case in cases:
         case["run"] = str(folder / case["name"])
-    one = {form: run(arguments(folder, form), folder / form) for form in ("sequence", "modality")}
     output = launch(cases, folder)
     assert "CASE" not in output, output[-4000:]
     return one | {case["name"]: folder / case["name"] for case in cases}
 
 
-@pytest.mark.parametrize("name", ["ddp_sequence", "ddp_modality", "fsdp2_modality"])
+@pytest.mark.parametrize("name", ["_".join(name) for name in NAMES])
 def test_two_processes_equal_one(runs, name):
     form = name.split("_")[1]
     assert len(column(runs[form], "train/token_loss")) == 6
