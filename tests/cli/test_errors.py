@@ -54,10 +54,36 @@ def not_a_number(path):
     write_hdf5(path, data)
 
 
-def graph(path, edges):
+def without_actions(path):
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        file["data/demo_0/obs/state"] = np.zeros((20, 3))
+
+
+def half_a_recording(path):
+    np.savez(path, state=np.zeros((500, 3)), action=np.zeros((500, 2)), length=np.array([250, 250]))
+    path.write_bytes(path.read_bytes()[:9000])
+
+
+def lerobot(path):
+    (path / "meta").mkdir(parents=True)
+    (path / "meta" / "info.json").write_text("{unclosed")
+
+
+def graph(path, edges, split="", encoding="utf-8"):
     path.mkdir()
-    (path / "nodes.csv").write_text("id,label,a\n" + "".join(f"n{i},{i % 2},{i}\n" for i in range(20)))
+    rows = "".join(f"n{i},{i % 2},{i},{split}\n" for i in range(20))
+    (path / "nodes.csv").write_text("id,label,größe,split\n" + rows, encoding=encoding)
     (path / "edges.csv").write_text("source,target\n" + edges)
+
+
+def clips(path, encoding="utf-8"):
+    from tests.dyn_vpp.toys import write_folder
+
+    write_folder(path)
+    table = (path / "captions.csv").read_text().replace("right", "à droite")
+    (path / "captions.csv").write_text(table, encoding=encoding)
 
 
 def picture(path):
@@ -98,10 +124,20 @@ FILES = {  # made where the command names them
     "nan.hdf5": not_a_number,
     "line.jsonl": lambda p: p.write_text('{"text": "one"}\nnot JSON\n'),
     "silent.jsonl": lambda p: p.write_text(json.dumps({"audio": "gone.wav", "text": "one"}) + "\n"),
+    "no_actions.hdf5": without_actions,
+    "half.npz": half_a_recording,
+    "lerobot": lerobot,
+    "number.jsonl": lambda p: p.write_text('{"text": 7}\n'),
+    "binary.jsonl": lambda p: p.write_bytes(bytes(range(128, 256))),
     "strange_edges": lambda p: graph(p, "n0,n99\n"),
+    "misspelt_split": lambda p: graph(p, "n0,n1\n", split="trian"),
+    "latin_nodes": lambda p: graph(p, "n0,n1\n", encoding="latin-1"),
+    "clips": clips,
+    "latin_clips": lambda p: clips(p, encoding="latin-1"),
     "flat.pt": lambda p: torch.save({"w": torch.zeros(2)}, p),
 }
 GRAPH, SPEECH = ["fit", "-c", "graph_pfn/karate"], ["fit", "-c", "most/spoken_digits"]
+ROBOT = ["fit", "-c", "focal_policy/recordings"]
 CLIENTS, VIDEO = ["fit", "-c", "fedhpro/digits"], ["fit", "-c", "dyn_vpp/metaworld_base"]
 
 
@@ -228,9 +264,30 @@ CASES = {
         ["fit", "-c", "focal_policy/recordings", "--data.source", "nan.hdf5"],
         "state of demo_3 is not finite in frame 7",
     ),
+    "recording without actions": (
+        [*ROBOT, "--data.source", "no_actions.hdf5"],
+        "no_actions.hdf5: demo_0 has no 'actions'",
+    ),
+    "half a recording": ([*ROBOT, "--data.source", "half.npz"], "half.npz cannot be read"),
+    "recording with a broken description": ([*ROBOT, "--data.source", "lerobot"], "lerobot/meta/info.json"),
+    "tail before the success": (["fit", "-c", "focal_policy/metaworld", "--data.tail", "-1"], "tail -1"),
+    "manifest with a number for a text": ([*SPEECH, "--data.source", "number.jsonl"], "line 1: text is 7"),
+    "manifest that is no text": ([*SPEECH, "--data.source", "binary.jsonl"], "binary.jsonl is not text in UTF-8"),
+    "words in the wrong order": ([*SPEECH, "--data.made.words", "[4, 1]"], "made.words [4, 1]: the lower number"),
     "manifest with a broken line": ([*SPEECH, "--data.source", "line.jsonl"], "line 2"),
     "manifest with a missing file": ([*SPEECH, "--data.source", "silent.jsonl"], "gone.wav"),
     "edge to an unknown node": ([*GRAPH, "--data.source", "strange_edges"], "joins node 'n99'"),
+    "split that is misspelt": ([*GRAPH, "--data.source", "misspelt_split"], "has the split 'trian' for node 'n0'"),
+    "nodes in another encoding": (
+        [*GRAPH, "--data.source", "latin_nodes"],
+        "latin_nodes/nodes.csv is not text in UTF-8",
+    ),
+    "public graph in lower case": ([*GRAPH, "--data.source", "planetoid/cora"], "did you mean Planetoid"),
+    "public graph without its name": ([*GRAPH, "--data.source", "Planetoid"], "name one, as Planetoid/NAME"),
+    "prior with a falling range": (
+        ["fit", "-c", "graph_pfn/prior_tiny", "--data.settings", "{nodes: [500, 100]}"],
+        "settings.nodes [500, 100]: the lower number comes first",
+    ),
     "graph file without a graph": ([*GRAPH, "--data.source", "flat.pt"], "flat.pt"),
     "more than all nodes": ([*GRAPH, "--data.train_fraction", "2"], "train_fraction 2.0"),
     "weights of another layout": ([*GRAPH, "--model.init_from", "weights.pt"], "weights.pt"),
@@ -238,6 +295,13 @@ CASES = {
     "nobody takes part": ([*CLIENTS, "--data.participation", "0.01"], "selects nobody"),
     "unknown federated strategy": ([*CLIENTS, "--model.strategy", "FedSomething"], "FedSomething"),
     "missing videos": ([*VIDEO, "--data.source", "nowhere"], "nowhere"),
+    "captions in another encoding": ([*VIDEO, "--data.source", "latin_clips"], "latin_clips/captions.csv is not text"),
+    "videos on a full disk": ([*VIDEO, "--data.source", "clips"], "disk is full", full_disk),
+    "pictures without a size": ([*VIDEO, "--data.size", "0"], "size 0 must be at least 1"),
+    "vocabulary of nothing": ([*VIDEO, "--data.vocabulary", "1"], "vocabulary 1 must be at least 2"),
+    "deviation of nothing": ([*FIT, "--data.std", "[0]"], "std [0.0] must be finite and above 0"),
+    "fewer than no images": ([*FIT, "--data.train_size", "-5"], "train_size -5 must be at least 1"),
+    "seed below 0": ([*CLIENTS, "--data.seed", "-1"], "seed -1 is outside"),
 }
 
 
@@ -253,7 +317,7 @@ def test_refusal(case, tmp_path, capsys):
     assert message in line
     left = {p.name for p in set(tmp_path.rglob("*")) - before if p.is_file()}
     # a run whose disk is full has begun; what it wrote is whole
-    assert left <= ({"config.yaml", "metrics.csv"} if case == "full disk" else set())
+    assert left <= ({"config.yaml", "metrics.csv"} if full_disk in during else set())
     assert not Path("executed").exists()
 
 
