@@ -27,6 +27,16 @@ def save(model: LightningModule, path: str) -> None:
     trainer.save_checkpoint(path)
 
 
+SECTIONS = ("Equation to function", "Differences to the released code", "Ranks", "Measured")
+
+
+@pytest.mark.parametrize("card", FILES[1:], ids=lambda path: path.parent.name)
+def test_cards_have_the_same_sections(card):
+    text = card.read_text()
+    assert text.startswith("# ")
+    assert [name for name in SECTIONS if f"\n## {name}\n" not in text] == []
+
+
 def fedhpro() -> dict:
     from lightning_modules import FedHPro
 
