@@ -1,5 +1,6 @@
 """Images spread over clients: label skew, quantity skew, domain skew and long tails; all data held as tensors."""
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from datamodules.images import (
     augment,
     check_normalisation,
     download,
+    fit,
     stratified,
 )
 from datamodules.order import Draw, GlobalBatches, Loader, counter_uniform, ranks
@@ -136,8 +138,8 @@ class Client:
     def batches(self, epoch: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Augmented, normalised images and labels, each row once.
 
-        The epoch is cut into `ceil(n / batch_size)` batches of nearly equal size, so that no batch is left with a
-        single image, which BatchNorm cannot use.
+        The epoch is cut into `ceil(n / batch_size)` batches of nearly equal size, so that none is left with a single
+        image, which BatchNorm cannot use, unless the client has one image, or an odd number and `batch_size` is 2.
         """
         draws = self._draws(epoch)
         for order in draws[:, 0].argsort(stable=True).tensor_split(-(-len(self) // batch_size)):
@@ -198,7 +200,7 @@ class FederatedImages(LightningDataModule):
         test_fraction: part of a folder without its own test images that tests, in (0, 1).
         eval_batch_size: images per batch of evaluation, over all ranks together.
         augment: of `crop`, `flip`, `autoaugment`, for local training.
-        image_size: side in pixels to bring all images to; by default that of the source.
+        image_size: side in pixels to bring all images to (scaled, the centre cut out); by default that of the source.
         channels: 1 or 3; by default those of the source.
         mean: per channel, of pixels in [0, 1]; 0.5 by default.
         std: per channel; 0.5 by default.
@@ -329,7 +331,7 @@ class FederatedImages(LightningDataModule):
             splits["test"].append(_draw(test, self.test_size, source, "test_size", [self.seed, 2, number]))
         self._splits = {name: self._join(parts) for name, parts in splits.items()}
         self.table = self._splits["train"]
-        self.parts = self._deal(len(classes))
+        self.parts = self._deal(classes)
         kinds = {  # class and domain in one number
             name: (table.domains * len(classes) + table.labels).numpy() for name, table in self._splits.items()
         }
@@ -351,9 +353,9 @@ class FederatedImages(LightningDataModule):
         else:
             stores = _npz(Path(source))
         train = [stores[name] for name in ("train", "val") if name in stores]
-        pixels = torch.cat([self._fit(store.pixels) for store in train])
+        pixels = torch.cat([self._fit(store.pixels, source) for store in train])
         labels = np.concatenate([store.labels for store in train])
-        return (pixels, labels), (self._fit(stores["test"].pixels), stores["test"].labels), stores["classes"]
+        return (pixels, labels), (self._fit(stores["test"].pixels, source), stores["test"].labels), stores["classes"]
 
     def _read_folder(self, folder: Path) -> tuple[Tensor, np.ndarray, list[str]]:
         if self.image_size is None:
@@ -363,20 +365,25 @@ class FederatedImages(LightningDataModule):
             raise ValueError(f"{folder} needs one folder of images per class, it has {len(names)}")
         paths = [_image_paths(folder / name) for name in names]
         labels = np.repeat(np.arange(len(names)), [len(p) for p in paths])
-        files = Files([p for own in paths for p in own], labels, self.image_size, self.channels or 3)
+        size = (self.image_size, self.image_size)
+        files = Files([p for own in paths for p in own], labels, size, self.channels or 3)
         return files.read(np.arange(len(labels))), labels, names
 
-    def _fit(self, pixels: Tensor) -> Tensor:
+    def _fit(self, pixels: Tensor, source: str) -> Tensor:
         """Bring uint8 images `[n, c, h, w]` to the common size and channels."""
-        from torchvision.transforms.v2.functional import resize, rgb_to_grayscale
+        from torchvision.transforms.v2.functional import rgb_to_grayscale
 
-        if self.channels == 3 and pixels.shape[1] == 1:
-            pixels = pixels.expand(-1, 3, -1, -1)
-        elif self.channels == 1 and pixels.shape[1] == 3:
-            pixels = rgb_to_grayscale(pixels)
-        if self.image_size and pixels.shape[-2:] != (self.image_size, self.image_size):
-            pixels = resize(pixels, [self.image_size, self.image_size], antialias=True)
-        return pixels
+        match self.channels, pixels.shape[1]:
+            case (3, 1):
+                pixels = pixels.expand(-1, 3, -1, -1)
+            case (1, 3):
+                pixels = rgb_to_grayscale(pixels)
+            case (int(wanted), have) if wanted != have:
+                raise ValueError(
+                    f"{source} has images of {have} channels, of which channels {wanted} cannot be made: "
+                    "store 1 or 3, or leave channels out"
+                )
+        return fit(pixels, self.image_size, self.image_size) if self.image_size else pixels
 
     def _join(self, parts: list[tuple[Tensor, np.ndarray]]) -> Table:
         shapes = {tuple(pixels.shape[1:]) for pixels, _ in parts}
@@ -395,8 +402,14 @@ class FederatedImages(LightningDataModule):
 
     # ---------------------------------------------------------------------------------------------- dealing
 
-    def _deal(self, num_classes: int) -> list[np.ndarray]:
+    def _deal(self, classes: list[str]) -> list[np.ndarray]:
         labels, domains = self.table.labels.numpy(), self.table.domains.numpy()
+        needed = np.bincount(labels, minlength=len(classes)) > 0
+        if self.class_names is None and not needed.all():  # with class_names, the sources need not have them all
+            raise ValueError(
+                f"the sources have no training image of the classes {', '.join(np.array(classes)[~needed])}: number "
+                "the classes of an .npz file from 0 without gaps, raise train_size, or give class_names"
+            )
         kept = np.arange(len(labels)) if self.long_tail is None else long_tail(labels, self.long_tail, self.seed)
         labels, domains = labels[kept], domains[kept]
         if len(labels) < self.clients and not self.allow_empty:
@@ -416,6 +429,10 @@ class FederatedImages(LightningDataModule):
                 parts = even(len(labels), self.clients, self.seed)
             case _:
                 raise ValueError(f"unknown partition {self.partition!r}")
+        if self.images_per_client and self.partition in ("dirichlet", "dirichlet_balanced", "shards"):
+            # these list a client's images class after class: mixed first, so that every class keeps its share
+            random = np.random.default_rng([self.seed, 4])
+            parts = [random.permutation(part) for part in parts]
         parts = [kept[part[: self.images_per_client]] for part in parts]
         empty = [k for k, part in enumerate(parts) if len(part) == 0]
         if empty and not self.allow_empty:
@@ -423,12 +440,11 @@ class FederatedImages(LightningDataModule):
                 f"{self.partition} leaves {len(empty)} of {self.clients} clients without images (the first is client "
                 f"{empty[0]}): raise alpha, use fewer clients, another seed, or allow_empty"
             )
-        held = np.bincount(self.table.labels.numpy()[np.concatenate(parts)], minlength=num_classes)
-        needed = np.bincount(self.table.labels.numpy(), minlength=num_classes) > 0
-        needed |= self.class_names is None  # with class_names, the sources need not have them all
+        held = np.bincount(self.table.labels.numpy()[np.concatenate(parts)], minlength=len(classes))
         if (missing := np.flatnonzero(needed & (held == 0))).size:
             raise ValueError(
-                f"class {missing[0]} is held by no client: raise images_per_client or train_size, or lower long_tail"
+                f"class {classes[missing[0]]} is held by no client: raise images_per_client or train_size, or lower "
+                "long_tail"
             )
         return parts
 
@@ -471,7 +487,10 @@ class FederatedImages(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run must agree on."""
-        return {"clients": self.clients, "classes": len(self.classes)}
+        rows = [self.table.labels.cpu().numpy(), np.array([len(part) for part in self.parts]), *self.parts]
+        dealt = hashlib.sha256(np.concatenate(rows).tobytes()).hexdigest()
+        same = {"clients": self.clients, "classes": len(self.classes), "partition": self.partition, "seed": self.seed}
+        return {**same, "dealt": dealt}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Compare, where a fit goes on; any federation may test a model.
@@ -482,10 +501,10 @@ class FederatedImages(LightningDataModule):
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
         for name, now in self.state_dict().items():
-            if state_dict[name] != now:
-                raise ValueError(
-                    f"the checkpoint has {state_dict[name]} {name}, the data have {now}: resume with the same ones"
-                )
+            if (then := state_dict.get(name, now)) != now:
+                if name == "dealt":
+                    raise ValueError("the checkpoint's clients hold other images: resume with the same data options")
+                raise ValueError(f"the checkpoint has {name} {then}, the data have {now}: resume with the same")
 
     # ---------------------------------------------------------------------------------------------- loaders
 
@@ -507,7 +526,8 @@ class FederatedImages(LightningDataModule):
             return self.test_dataloader()
         table = self._splits["test"]
         paths = _image_paths(Path(self.predict_folder))
-        files = Files(paths, np.full(len(paths), -1), table.pixels.shape[-1], table.pixels.shape[1])
+        _, channels, height, width = table.pixels.shape
+        files = Files(paths, np.full(len(paths), -1), (height, width), channels)
         return self._loader(_Evaluation(table, self.domains, self.clients, files))
 
     def _loader(self, dataset: "_Evaluation") -> Loader:

@@ -72,37 +72,54 @@ class Arrays(NamedTuple):
 
 
 class Files(NamedTuple):
-    """Images on disk, decoded when read: paths, labels int64 `[n]`, and the size and channels to bring them to."""
+    """Images on disk, decoded when read: paths, labels int64 `[n]`, (height, width) and channels to bring them to."""
 
     paths: list[str]
     labels: np.ndarray
-    size: int
+    size: tuple[int, int]
     channels: int
 
     def read(self, items: np.ndarray) -> Tensor:
-        """Uint8 `[b, c, size, size]`: the shorter side is scaled to `size`, then the centre is cut out.
+        """Uint8 `[b, c, h, w]`, cut by `fit`; 16 bits a channel become 8.
 
         Raises:
-            ValueError: naming the file that cannot be decoded.
+            ValueError: naming every file that cannot be decoded, or is an animation.
         """
         from torchvision.io import ImageReadMode, decode_image
-        from torchvision.transforms.v2.functional import center_crop, resize
 
-        mode = ImageReadMode.GRAY if self.channels == 1 else ImageReadMode.RGB
-        images = []
-        for item in items:
+        mode = {1: ImageReadMode.GRAY, 4: ImageReadMode.RGB_ALPHA}.get(self.channels, ImageReadMode.RGB)
+        images, bad = [], []
+        for path in (self.paths[item] for item in items):
             try:
-                image = decode_image(self.paths[item], mode=mode)
+                image = decode_image(path, mode=mode)
             except RuntimeError as error:
-                raise ValueError(
-                    f"{self.paths[item]} cannot be read as an image: {str(error).splitlines()[0]}"
-                ) from None
-            images.append(center_crop(resize(image, [self.size], antialias=True), [self.size, self.size]))
+                bad.append(f"{path} cannot be read as an image: {str(error).splitlines()[0]}")
+                continue
+            if image.ndim > 3:
+                bad.append(f"{path} is an animation of {len(image)} pictures: keep one, or leave it out")
+                continue
+            if image.dtype == torch.uint16:
+                image = (image.float() / 257).round().to(torch.uint8)  # 65535 becomes 255
+            images.append(fit(image, *self.size))
+        if bad:
+            raise ValueError("; ".join(bad))
         return torch.stack(images)
 
     def name(self, item: int) -> str:
         """The path."""
         return self.paths[item]
+
+
+def fit(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Scale uint8 images `[..., h, w]`, sides in proportion, until they just cover `height` x `width`; cut the rest."""
+    from torchvision.transforms.v2.functional import center_crop, resize
+
+    h, w = pixels.shape[-2:]
+    if w * height >= h * width:
+        size = [height, max(width, int(height * w / h))]
+    else:
+        size = [max(height, int(width * h / w)), width]
+    return center_crop(resize(pixels, size, antialias=True), [height, width])
 
 
 class Split(Dataset[Images]):
@@ -351,7 +368,9 @@ class ImageClassification(LightningDataModule):
             return self.test_dataloader()
         store = self._stores["train"]
         size, channels = (
-            (store.size, store.channels) if isinstance(store, Files) else (store.pixels.shape[-1], len(self._mean))
+            (store.size, store.channels)
+            if isinstance(store, Files)
+            else ((store.pixels.shape[-2], store.pixels.shape[-1]), len(self._mean))
         )
         paths = _image_paths(Path(self.predict_folder))
         files = Files(paths, np.full(len(paths), -1), size, channels)
@@ -403,7 +422,8 @@ def _npz(path: Path) -> dict[str, Any]:
             if key not in arrays:
                 raise ValueError(f"{path} has no array {key!r}; it has {', '.join(arrays) or 'none'}")
         images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"].reshape(-1)
-        if images.dtype != np.uint8 or images.ndim not in (3, 4):
+        channels_first = images.ndim == 4 and images.shape[1] <= 4 < images.shape[3]
+        if images.dtype != np.uint8 or images.ndim not in (3, 4) or channels_first:
             raise ValueError(
                 f"{path}: {split}_images is {images.dtype} {list(images.shape)}, "
                 "needed is uint8 [n, h, w] or [n, h, w, c]"
@@ -463,7 +483,7 @@ def _folder(folder: Path, size: int, channels: int) -> dict[str, Any]:
                 labels += [number] * len(found)
         if not paths:
             raise ValueError(f"{folder / split} holds no folder of a class")
-        stores[split] = Files(paths, np.array(labels), size, channels)
+        stores[split] = Files(paths, np.array(labels), (size, size), channels)
     return stores
 
 

@@ -46,7 +46,7 @@ def long_tail(labels: np.ndarray, rho: float, seed: int) -> np.ndarray:
     long_tail_counts(1, num_classes, rho)  # refuses what has no tail
     have = np.bincount(labels)
     share = (1.0 / rho) ** (np.arange(num_classes) / (num_classes - 1.0))
-    largest = min(len(labels) / num_classes, (have / share).min())
+    largest = min(len(labels) / num_classes, (have / share)[have > 0].min())
     random = np.random.RandomState(seed)
     kept = []
     for c, count in enumerate(long_tail_counts(largest, num_classes, rho)):

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torchvision.io import write_png
 
 from datamodules import FederatedImages
 from tests.fedhpro import toys
@@ -170,9 +172,16 @@ def test_empty_clients_take_no_part():
 
 def test_resume_with_another_federation_is_refused():
     state = ready().state_dict()
-    with pytest.raises(ValueError, match="4 clients, the data have 5"):
-        ready(clients=5).load_state_dict(state)
-    ready(seed=3).load_state_dict(state)
+    for options, message in (
+        ({"clients": 5}, "clients 4, the data have 5"),
+        ({"seed": 3}, "seed 0, the data have 3"),
+        ({"partition": "even"}, "partition dirichlet, the data have even"),
+        ({"alpha": 0.4}, "the checkpoint's clients hold other images"),
+        ({"train_size": 210}, "the checkpoint's clients hold other images"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ready(**options).load_state_dict(state)
+    ready(participation=0.5, augment=[]).load_state_dict(state)
 
 
 def test_one_class_has_no_tail(tmp_path):
@@ -182,6 +191,84 @@ def test_one_class_has_no_tail(tmp_path):
     options = {"sources": [str(tmp_path / "one.npz")], "train_size": None, "test_size": None, "partition": "even"}
     with pytest.raises(ValueError, match="long_tail needs at least 2 classes, the data have 1: leave it out"):
         ready(**options, long_tail=10)
+
+
+def written(path, shape, labels):
+    """An `.npz` file of random images."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (len(labels), *shape), dtype=np.uint8)
+    np.savez(path, train_images=images, train_labels=labels, test_images=images, test_labels=labels)
+    return {"sources": [str(path)], "partition": "even", "train_size": None, "test_size": None}
+
+
+@pytest.mark.parametrize(("held", "missing"), [([0, 2, 5], "1, 3, 4"), (range(1, 11), "0")])
+def test_classes_without_images_are_named(held, missing, tmp_path):
+    options = written(tmp_path / "gaps.npz", (8, 8), np.repeat(list(held), 20))
+    with pytest.raises(ValueError, match=f"no training image of the classes {missing}: number the classes"):
+        ready(**options)
+    named = ready(**options, class_names=[str(c) for c in held], long_tail=4)
+    assert named.counts().sum(0).min() > 0
+    lacking = ready(**options, class_names=[str(c) for c in range(11)], long_tail=4)  # the tail of what there is
+    assert np.flatnonzero(lacking.counts().sum(0)).tolist() == list(held)
+
+
+def test_channels_that_cannot_be_made_are_refused(tmp_path):
+    options = written(tmp_path / "rgba.npz", (8, 8, 4), np.arange(60) % 3)
+    assert ready(**options).table.pixels.shape[1] == 4
+    for channels in (1, 3):
+        with pytest.raises(ValueError, match=rf"rgba\.npz has images of 4 channels, .* channels {channels} cannot"):
+            ready(**options, channels=channels)
+    with pytest.raises(ValueError, match=r"uint8 \[60, 3, 9, 9\], needed is uint8 \[n, h, w\] or \[n, h, w, c\]"):
+        ready(**written(tmp_path / "first.npz", (3, 9, 9), np.arange(60) % 3))
+
+
+@pytest.mark.parametrize("image_size", [None, 12])
+def test_prediction_cuts_images_as_training_does(image_size, tmp_path):
+    options = written(tmp_path / "wide.npz", (10, 16), np.arange(60) % 3)
+    data = ready(**options, image_size=image_size, predict_folder=str(tmp_path / "files"))
+    (tmp_path / "files").mkdir()
+    with np.load(tmp_path / "wide.npz") as arrays:
+        for i, image in enumerate(arrays["test_images"]):
+            write_png(torch.from_numpy(image)[None], str(tmp_path / "files" / f"{i:02d}.png"))
+    files, arrays = (next(iter(loader)).image for loader in (data.predict_dataloader(), data.test_dataloader()))
+    assert files.shape[2:] == ((10, 16) if image_size is None else (12, 12)) and torch.equal(files, arrays)
+
+
+def test_sixteen_bits_a_channel_become_eight(tmp_path):
+    folder = toys.pets(tmp_path / "pets", 10)
+    grey = np.arange(81, dtype=np.uint16).reshape(9, 9) * 257
+    Image.fromarray(grey).save(folder / "cat" / "0.png")
+    data = ready(sources=[str(folder)], partition="even", clients=2, train_size=None, test_size=None, image_size=9)
+    stored = torch.cat([table.pixels for table in data._splits.values()])
+    assert (stored == torch.arange(81, dtype=torch.uint8).view(9, 9)).flatten(1).all(1).sum() == 1
+
+
+def test_all_bad_images_of_a_folder_are_named(tmp_path):
+    folder = toys.pets(tmp_path / "pets", 10)
+    (folder / "cat" / "1.png").write_bytes(b"no image")
+    (folder / "dog" / "2.png").write_bytes(b"nor this")
+    frames = [Image.new("L", (9, 9), shade) for shade in (0, 255)]
+    frames[0].save(folder / "dog" / "3.gif", save_all=True, append_images=frames[1:])
+    with pytest.raises(ValueError, match=r"1\.png cannot .*2\.png cannot .*3\.gif is an animation of 2 pictures"):
+        ready(sources=[str(folder)], train_size=None, test_size=None, image_size=9)
+
+
+@pytest.mark.parametrize(
+    "how", [{"partition": "dirichlet"}, {"partition": "dirichlet_balanced"}, {"partition": "shards"}]
+)
+def test_images_per_client_keeps_the_shares_of_the_classes(how):
+    options = {"train_size": None, "clients": 5, "alpha": 1.0, "classes_per_client": 3, **how}
+    whole, cut = (ready(**options, images_per_client=n).counts() for n in (None, 100))
+    assert (cut.sum(1) == np.minimum(whole.sum(1), 100)).all()
+    shares = [counts / counts.sum(1, keepdims=True) for counts in (whole, cut)]
+    assert np.abs(shares[0] - shares[1]).sum(1).max() < 0.35  # cut class after class: above 1
+    assert np.array_equal(cut, ready(**options, images_per_client=100).counts())
+
+
+def test_mixed_partitions_are_cut_as_they_are():
+    for partition in ("even", "quantity"):
+        whole, cut = (ready(partition=partition, images_per_client=n, alpha=5.0) for n in (None, 20))
+        assert all(np.array_equal(a[:20], b) for a, b in zip(whole.parts, cut.parts, strict=True))
 
 
 def test_classes_are_found_by_name(two_sets, tmp_path):

@@ -365,7 +365,12 @@ def test_refusals(tmp_path):
     first.fit(toys.module("FedAvg"), toys.data())
     first.save_checkpoint(tmp_path / "a.ckpt")
     for model, data, message in (
-        (toys.module("FedAvg"), toys.data(clients=5), "4 clients, the data have 5"),
+        (
+            toys.module("FedAvg"),
+            toys.data(clients=5),
+            "checkpoint has clients 4, the data have 5",
+        ),
+        (toys.module("FedAvg"), toys.data(seed=3), "checkpoint has seed 0, the data have 3"),
         (toys.module("FedAvg", num_classes=7), toys.data(), "num_classes 10, this run 7"),
         (toys.module("FedProx"), toys.data(), "strategy FedAvg, this run FedProx"),
     ):
