@@ -51,6 +51,19 @@ def arguments(folder):
     return [*base, "--trainer.max_steps", "4"], [*post, "--trainer.max_steps", "2"]
 
 
+def tested(run, checkpoint):
+    """With batches that two ranks cannot share evenly."""
+    return ["test", "-c", str(run / "config.yaml"), "--ckpt_path", str(checkpoint), "--data.eval_batch_size", "3"]
+
+
+def take_figures(run):
+    """Of the test just made; the file is deleted, so that the next test must write its own."""
+    file = run / "test_metrics.json"
+    figures = json.loads(file.read_text())
+    file.unlink()
+    return figures
+
+
 def losses(run, names):
     with (run / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("train/loss")]
@@ -80,9 +93,9 @@ def runs(tmp_path_factory):
     cases.append({"name": "sharded", "args": [*post, "-c", "strategy/fsdp2", SHARDED]})
     for case in cases:
         case["run"] = str(folder / case["name"])
-    test = ["test", "-c", str(folder / "sharded" / "config.yaml"), "--trainer.limit_test_batches", "null"]
-    last = str(folder / "sharded" / "checkpoints" / "last.ckpt")
-    cases.append({"name": "test", "run": str(folder / "sharded"), "args": [*test, "--ckpt_path", last]})
+    for name in ("sharded", "post_ddp"):
+        last = folder / name / "checkpoints" / "last.ckpt"
+        cases.append({"name": f"test {name}", "run": str(folder / name), "args": tested(folder / name, last)})
     output = launch(cases, folder, timeout=900)
     assert "CASE" not in output, output[-4000:]
     found = {case["name"]: folder / case["name"] for case in cases} | {"start": start.state_dict()}
@@ -123,10 +136,10 @@ def test_a_sharded_checkpoint_consolidates_and_serves_one_process(runs, capsys):
     assert joined.keys() == whole.keys()
     assert all(torch.equal(joined[k], whole[k]) for k in whole)
     assert DynVPP.load_from_checkpoint(file).model.frames == 4
-    pair = json.loads((runs["sharded"] / "test_metrics.json").read_text())
-    (runs["sharded"] / "test_metrics.json").unlink()
-    config = str(runs["sharded"] / "config.yaml")
+    # and gives the figures of two ranks, as an ordinary checkpoint does under DDP
     one = ["--trainer.strategy", "auto", "--trainer.devices", "1", "--trainer.enable_progress_bar", "false"]
-    cli.main(["test", "-c", config, "--ckpt_path", file, *one])
-    alone = json.loads((runs["sharded"] / "test_metrics.json").read_text())
-    assert alone == pytest.approx(pair, rel=1e-3, abs=1e-4)
+    single_file = runs["post_ddp"] / "checkpoints" / "last.ckpt"
+    for run, checkpoint in ((runs["sharded"], file), (runs["post_ddp"], single_file)):
+        pair = take_figures(run)
+        cli.main([*tested(run, checkpoint), *one])
+        assert take_figures(run) == pytest.approx(pair, rel=1e-3, abs=1e-4)
