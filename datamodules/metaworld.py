@@ -111,12 +111,8 @@ def require() -> None:
 
 
 @lru_cache(maxsize=1)
-def check_gl() -> None:
-    """Refuse to draw where MuJoCo finds no OpenGL.
-
-    Raises:
-        ValueError: With the ways out.
-    """
+def missing_gl() -> str:
+    """Why MuJoCo cannot draw here, nothing if it can. Asked once: a second failure would end the process."""
     import mujoco
 
     try:
@@ -128,10 +124,8 @@ def check_gl() -> None:
             mujoco.MjrContext(empty, mujoco.mjtFontScale.mjFONTSCALE_100).free()
             context.free()
     except Exception as error:  # each OpenGL library raises its own kind
-        raise ValueError(
-            'renderer "gl" finds no OpenGL: set MUJOCO_GL to egl or osmesa where that library is installed, or choose '
-            f"renderer: rays, which needs none ({error})"
-        ) from None
+        return str(error) or type(error).__name__
+    return ""
 
 
 def check_tasks(tasks: Sequence[str]) -> None:
@@ -330,7 +324,11 @@ class Simulator:
         self._picture_rays: dict[int, Rays] = {}
         self._gl = None
         if spec.image and spec.renderer == "gl":
-            check_gl()
+            if reason := missing_gl():
+                raise ValueError(
+                    'renderer "gl" finds no OpenGL: set MUJOCO_GL to egl or osmesa where that library is installed, or '
+                    f"choose renderer: rays, which needs none ({reason})"
+                )
             model.vis.quality.offsamples = 0
             model.vis.global_.offwidth = model.vis.global_.offheight = spec.image
             self._gl = mujoco.Renderer(model, spec.image, spec.image)

@@ -16,6 +16,8 @@ QUIET = ("--trainer.enable_progress_bar", "false", "--trainer.enable_model_summa
         (["--model.action_steps", "12"], "the executed slice ends at step 13"),
         (["--data.source", "nothing.hdf5"], "nothing.hdf5"),
         (["--data.horizon", "16"], "data.horizon is 16, model.horizon is 12"),
+        (["--model.image_crop", "76"], "model.image_crop is 76 and the demonstrations have no image"),
+        (["--model.freq_mode", "dct_band"], "12 numbers of at least 0 in band_weights"),
     ],
 )
 def test_refused(options, message, tmp_path, capsys):
