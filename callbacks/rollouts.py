@@ -101,7 +101,8 @@ class Rollouts(Callback):
 
     Episodes of a task advance together over all cores, each until its first success. Their layouts are a function of
     the data module's seed, those of validation, test and training differ; the noise is a function of the episode and
-    the chunk. So neither ranks nor processes change the outcome. Under FSDP all ranks keep in step.
+    the chunk. So neither ranks nor processes change the outcome. Under FSDP all ranks keep in step. Plans
+    are made in the trainer's precision, as in a validation step.
 
     Logged for `val/` and `test/`: `success_rate` (mean over tasks, a fraction), `success_rate_<task>`,
     `steps_to_success` (control steps, of the solved ones), `discontinuity` (jump at chunk borders over jump inside

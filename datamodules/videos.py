@@ -358,7 +358,7 @@ class ExpertVideos(LightningDataModule):
         check_seeds(seed=seed)
         if source == "metaworld":
             metaworld.require()
-            tasks = tasks or ["button-press-topdown-v3", "door-open-v3", "drawer-open-v3"]
+            tasks = ["button-press-topdown-v3", "door-open-v3", "drawer-open-v3"] if tasks is None else tasks
             metaworld.check_tasks(tasks)
         elif not Path(source).is_dir():
             raise FileNotFoundError(f"videos {source!r} are neither a folder nor 'metaworld'")
