@@ -149,7 +149,7 @@ def paper_speech(stage: str):
     rows = [row | {"split": ("train", "val", "test")[i % 3]} for i in range(30)]
     Path("text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--model.tokenizer", "[one, two]", "--model.encoder", "log_mel"]
-    data = ["--data.source", "text.jsonl", "--data.more", "null", "--data.batch_size", "4"]
+    data = ["--data.source", "text.jsonl", "--data.more", "null", "--data.shares", "null", "--data.batch_size", "4"]
     return [f"most/{stage}", "--model.language_model", json.dumps(LITE), *words, *data]
 
 
