@@ -214,6 +214,7 @@ class Rollouts(Callback):
     ) -> Rollout:
         """Run an episode for each seed, in step; `what` is shown beside the bar."""
         h = pl_module.hparams
+        taken: Any = pl_module.executed  # of a window
         step, layouts = simulators.reset(seeds)
         executed, windows, hand, frames = [], [], [], []
         chunks = -(-self.max_steps // h["action_steps"])
@@ -223,7 +224,7 @@ class Rollouts(Callback):
                 noise = np.stack([np.random.default_rng([s, chunk]).standard_normal(shape, np.float32) for s in seeds])
                 observation = {name: torch.from_numpy(x) for name, x in step.observation.items()}
                 window = _plan(trainer, pl_module, observation, torch.from_numpy(noise)).float().cpu().numpy()
-                actions = window[:, pl_module.executed].clip(simulators.low, simulators.high)
+                actions = window[:, taken].clip(simulators.low, simulators.high)
                 step = simulators.step(actions, self.picture if trainer.is_global_zero else 0)
                 executed.append(actions)
                 windows.append(window)

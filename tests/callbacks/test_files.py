@@ -11,6 +11,7 @@ import torch
 from callbacks.figures import log_table
 from callbacks.files import whole_file
 from callbacks.predictions import PredictionWriter
+from callbacks.video_grid import VideoGrid
 
 
 def test_a_full_disk_leaves_no_half_of_the_predictions(tmp_path):
@@ -52,3 +53,12 @@ def test_a_table_goes_to_its_file_and_to_loggers_that_show_tables(tmp_path):
     other_rank, rehearsal = (SimpleNamespace(**vars(run) | x) for x in ({"is_global_zero": False}, {"fast_dev_run": 1}))
     assert log_table(other_rank, "b", rows) is log_table(rehearsal, "b", rows) is log_table(run, "b", []) is None
     assert [p.name for p in tmp_path.iterdir()] == ["episodes.csv"]
+
+
+def test_frames_of_predicted_videos(tmp_path):
+    logged = {"test/l1_frame_0": 0.25, "test/cosine_frame_0": 1.0, "test/l1_frame_1": 0.5, "test/cosine_frame_1": 0.75}
+    run = SimpleNamespace(is_global_zero=True, fast_dev_run=0, default_root_dir=str(tmp_path), loggers=[])
+    run.callback_metrics = {name: torch.tensor(value) for name, value in logged.items()}
+    VideoGrid().on_test_end(run, None)
+    lines = (tmp_path / "test_frames.csv").read_text().split()
+    assert lines == ["frame,l1,cosine,reward", "0,0.25,1.0,0.75", "1,0.5,0.75,0.25"]
