@@ -14,7 +14,7 @@ SMALL = {
     "GraphPrior": {"graphs_per_epoch": 16, "validation_graphs": 4},
     "FederatedImages": {"train_size": 300},
 }
-SMALL_CALLBACKS = {"Rollouts": {"episodes": 2, "max_steps": 20}}
+SMALL_CALLBACKS = {"Rollouts": {"episodes": 2, "max_steps": 20, "latency_calls": 1}}
 
 
 def smaller(name: str, home: Path) -> Path:
