@@ -120,7 +120,7 @@ def fetch(source: str | Path, files: tuple[str, ...] = ("config.json", "model.sa
     try:
         return Path(snapshot_download(str(source), allow_patterns=list(files), ignore_patterns=["*.fp16.safetensors"]))
     except Exception as error:  # the hub raises many kinds
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
         raise FileNotFoundError(f"{source} is no folder and cannot be fetched from the hub: {reason}") from None
 
 

@@ -14,7 +14,7 @@ from lightning_modules.distributed import log_means, read_checkpoint, shard
 from lightning_modules.hub import FILES, fetch, new_folder, write_card
 
 from .metrics import psnr, ssim
-from .networks import SMALL_AUTOENCODER, decode, encode, video_autoencoder
+from .networks import SMALL_AUTOENCODER, check_side, decode, encode, video_autoencoder
 from .sampler import context_noise
 
 
@@ -69,6 +69,7 @@ class LatentVideoAutoencoder(LightningModule):
     def _losses(self, batch: Any, epoch: int, sample: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """L1, KL, latent modes `[(b f) c h w]` and reconstructions `[b f 3 h w]`."""
         assert self.autoencoder is not None
+        check_side(batch.video, 2 ** (len(self.config["block_out_channels"]) - 1))
         posterior = self.autoencoder.encode(batch.video.flatten(0, 1)).latent_dist
         latents = posterior.mode()
         if sample:

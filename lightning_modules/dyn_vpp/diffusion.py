@@ -159,12 +159,18 @@ class VideoDiffusion(LightningModule):
             parts = self.hparams["networks"]  # then a checkpoint brings the weights
             self.model = VideoModel(**parts) if parts else self._start()
             self.hparams["networks"] = self.model.parts()
+            self._check_words(self.model)
             self._choose_trained(self.model)
         if self.hparams["gradient_checkpointing"]:
             self.model.unet.enable_gradient_checkpointing()
         shard(self.model.unet, self.block_types, self.device_mesh)
         if not isinstance(self.model.text, ClipText):
             shard(self.model.text, (), self.device_mesh)
+
+    def _check_words(self, model: VideoModel) -> None:
+        data = self._trainer and self.trainer.datamodule
+        if hasattr(data, "vocabulary"):
+            model.check_words(data.tokens, data.vocabulary)
 
     def _choose_trained(self, model: VideoModel) -> None:
         """Called once, before sharding: the U-Net and the text are trained."""

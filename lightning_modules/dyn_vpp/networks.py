@@ -101,6 +101,17 @@ def video_autoencoder(config: dict[str, Any]) -> AutoencoderKLTemporalDecoder:
     return _on_one_device(AutoencoderKLTemporalDecoder(**config))
 
 
+def check_side(video: Tensor, multiple: int) -> None:
+    """Refuse pictures `[... h w]` whose sides are no multiples of what the networks halve them by.
+
+    Raises:
+        ValueError: Naming the size.
+    """
+    for side in video.shape[-2:]:
+        if side % multiple:
+            raise ValueError(f"pictures of {side} pixels do not fit: data.size must be a multiple of {multiple}")
+
+
 def check_fit(unet: UNetSpatioTemporalConditionModel, latent_channels: int, text_width: int) -> None:
     """Refuse a U-Net whose channels do not match the latents or the text.
 

@@ -134,6 +134,8 @@ class VideoPolicy(LightningModule):
                     "VideoPolicy reads a video model: name its checkpoint or folder with --model.init_from"
                 )
             h["networks"] = video.parts()
+            if self._trainer and hasattr(self.trainer.datamodule, "vocabulary"):
+                video.check_words(self.trainer.datamodule.tokens, self.trainer.datamodule.vocabulary)
             self.model = ActionModel(video, self._config(h["action_dim"]))
         shard(self.model.video.unet, VideoDiffusion.block_types, self.device_mesh)
         for part in (self.model.former, self.model.encoder, self.model.decoder):

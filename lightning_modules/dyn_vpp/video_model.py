@@ -24,6 +24,7 @@ from lightning_modules.dyn_vpp.lora import merge
 from lightning_modules.dyn_vpp.networks import (
     Condition,
     check_fit,
+    check_side,
     decode,
     encode,
     guidance_scales,
@@ -142,15 +143,33 @@ class VideoModel(nn.Module):
         return self.config["unet"]["num_frames"]
 
     def check_video(self, video: Tensor) -> None:
-        """Refuse videos `[b f 3 h w]` of another length.
+        """Refuse videos `[b f 3 h w]` of another length, or of a size that the networks cannot halve often enough.
 
         Raises:
-            ValueError: Naming both lengths.
+            ValueError: Naming both lengths, or the size.
         """
         if video.shape[1] != self.frames:
             raise ValueError(
                 f"the clips have {video.shape[1]} frames and the model {self.frames}: set data.frames to {self.frames}"
             )
+        levels = [len(n.config.block_out_channels) - 1 for n in (self.autoencoder, self.unet)]
+        check_side(video, 2 ** sum(levels))
+
+    def check_words(self, tokens: int, vocabulary: int) -> None:
+        """Refuse data whose instructions have other numbers of words.
+
+        Args:
+            tokens: Words of an instruction in the data.
+            vocabulary: Numbers of words there.
+
+        Raises:
+            ValueError: Naming both.
+        """
+        if isinstance(self.text, TokenTable):
+            length, known = len(self.text.places), self.text.words.num_embeddings
+            for name, theirs, ours in (("tokens", tokens, length), ("vocabulary", vocabulary, known)):
+                if theirs != ours:
+                    raise ValueError(f"data.{name} is {theirs} and the model's {ours}: set data.{name} to {ours}")
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:

@@ -339,7 +339,7 @@ def test_refusals(home, base, autoencoder):
         VideoDiffusion(autoencoder=str(autoencoder), init_from=str(base))
     with pytest.raises(ValueError, match="is no checkpoint of VideoDiffusion or DynVPP"):
         read_model(autoencoder)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError, match="is no folder and cannot be fetched"):
         read_model("nowhere")
     with pytest.raises(ValueError, match=r"the clips have 3 frames and the model 4: set data\.frames to 4"):
         trainer(home / "no").fit(post(base), data(home, frames=3))
@@ -368,3 +368,36 @@ def test_the_shipped_base_is_small_and_what_the_configs_describe():
         assert config["data"]["init_args"]["frames"] == model.frames
         assert config["model"]["init_args"]["sigma_max"] == base["sigma_max"]
     assert located("./metaworld") == Path("metaworld")  # a folder of your own
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"micro_batch": 0}, "micro_batch 0 must be at least 1"),
+        ({"inner_epochs": 0}, "inner_epochs 0 must be at least 1"),
+        ({"lora_rank": 0}, "lora_rank 0 must be at least 1"),
+        ({"clip": -1.0}, r"clip -1\.0 must be above 0"),
+        ({"advantage_bound": 0.0}, r"advantage_bound 0\.0 must be above 0"),
+        ({"anchor_weight": -1.0}, r"anchor_weight -1\.0 must be at least 0"),
+        ({"l1_weight": float("nan")}, "l1_weight nan must be at least 0"),
+        ({"skip_frames": -1}, "skip_frames -1 must be at least 0"),
+    ],
+)
+def test_impossible_numbers_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        DynVPP("metaworld", **options)
+
+
+def test_clips_that_do_not_fit_the_networks_are_refused():
+    model = VideoModel.load(located("metaworld"))  # 64x64 is what it was trained on: 16 halves down to one latent
+    model.check_video(torch.zeros(1, 4, 3, 32, 32))
+    with pytest.raises(ValueError, match=r"pictures of 24 pixels do not fit: data\.size must be a multiple of 16"):
+        model.check_video(torch.zeros(1, 4, 3, 32, 24))
+    with pytest.raises(ValueError, match="the clips have 5 frames and the model 4"):
+        model.check_video(torch.zeros(1, 5, 3, 32, 32))
+    words = model.config["text"]
+    model.check_words(words["length"], words["vocabulary"])
+    with pytest.raises(ValueError, match=rf"data\.tokens is 3 and the model's {words['length']}"):
+        model.check_words(3, words["vocabulary"])
+    with pytest.raises(ValueError, match=r"data\.vocabulary is 7 and the model's"):
+        model.check_words(words["length"], 7)
