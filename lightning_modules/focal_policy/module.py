@@ -34,6 +34,7 @@ from .rollout import RolloutPolicy, load_pretrained, save_pretrained
 from .sampler import TimeSampler, flow_times
 
 Objective = Literal["composite", "consistency"]
+SIZES = ("action_dim", "state_dim", "point_channels", "image_crop")  # taken from the data where they are left open
 
 
 class FocalPolicy(LightningModule):
@@ -151,19 +152,28 @@ class FocalPolicy(LightningModule):
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.time_sampler = time_sampler or ("v0" if objective == "composite" else "cfm")
         # What would be refused in the first step, or never, is refused at once.
-        given = {"action_dim": action_dim, "state_dim": state_dim, "point_channels": point_channels}
-        given = {name: size for name, size in (given | {"image_crop": image_crop}).items() if size is not None}
-        self._config(**given)
-        names = {"objective": Objective, "freq_mode": FreqMode, "time_scope": Scope, "freq_scope": Scope}
-        chosen = {name: (self.hparams[name], get_args(known)) for name, known in names.items()}
-        for name, (value, known) in (chosen | {"time_sampler": (self.time_sampler, get_args(TimeSampler))}).items():
-            if value not in known:
-                raise ValueError(f"{name} {value!r} is none of {', '.join(known)}")
-        positive = dict.fromkeys(("freq_weight", "velocity_weight", "std_t", "std_r", "warmup_steps"), (0, math.inf))
-        ranges = positive | {"segments": (1, math.inf), "ratio": (0, 1), "delta": (0, 1), "seed": (0, 2**32 - 1)}
-        for name, (low, high) in ranges.items():
-            if not low <= self.hparams[name] <= high:
-                raise ValueError(f"{name} {self.hparams[name]} is outside [{low}, {high}]")
+        sizes = {name: self.hparams[name] for name in SIZES}
+        self._config(**{name: size for name, size in sizes.items() if size is not None})
+        chosen = {
+            "objective": (objective, Objective),
+            "time_sampler": (self.time_sampler, TimeSampler),
+            "freq_mode": (freq_mode, FreqMode),
+            "time_scope": (time_scope, Scope),
+            "freq_scope": (freq_scope, Scope),
+        }
+        for name, (value, known) in chosen.items():
+            if value not in get_args(known):
+                raise ValueError(f"{name} {value!r} is none of {', '.join(get_args(known))}")
+        ranges = {
+            (0, math.inf): ("freq_weight", "velocity_weight", "std_t", "std_r", "warmup_steps"),
+            (1, math.inf): ("segments",),
+            (0, 1): ("ratio", "delta"),
+            (0, 2**32 - 1): ("seed",),
+        }
+        for (low, high), names in ranges.items():
+            for name in names:
+                if not low <= self.hparams[name] <= high:
+                    raise ValueError(f"{name} {self.hparams[name]} is outside [{low}, {high}]")
         window = torch.zeros(1, horizon if freq_scope == "window" else action_steps, 1)
         frequency_term(window, window, freq_mode, band_weights=band_weights)
         if objective == "consistency" and segments > 1 and self.time_sampler != "cfm":
@@ -222,8 +232,7 @@ class FocalPolicy(LightningModule):
     def configure_model(self) -> None:
         """Build the network once; shard it under FSDP2."""
         if self.network is None:
-            names = ("action_dim", "state_dim", "point_channels", "image_crop")
-            sizes = {name: self.hparams[name] for name in names}
+            sizes = {name: self.hparams[name] for name in SIZES}
             if missing := [name for name, size in sizes.items() if size is None]:
                 raise ValueError(f"without demonstrations FocalPolicy needs to be told {', '.join(missing)}")
             self.network = PolicyNetwork(self._config(**sizes))
