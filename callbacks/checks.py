@@ -1,19 +1,8 @@
-"""What a callback asks of its options and of the run that it is put into."""
+"""What a callback asks of the run that it is put into."""
 
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
-
-
-def at_least(low: float, **options: float) -> None:
-    """Refuse options below `low`.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    for name, value in options.items():
-        if not value >= low:  # not a number is refused too
-            raise ValueError(f"{name} {value} must be at least {low}")
 
 
 def require(callback: Callback, fits: bool, needs: str, found: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from matplotlib.ticker import MaxNLocator
 
 from callbacks.figures import new_figure
 from callbacks.run_folder import CONFIG
@@ -71,7 +72,7 @@ def compare(folders: Sequence[Path], metric: str, picture: Path) -> None:
     for folder, label in zip(folders, differences(folders), strict=True):
         axes.plot(*read_metric(folder, metric), label=label)
     axes.set(xlabel="step", ylabel=metric)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.savefig(picture)

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from callbacks.checks import at_least
+from datamodules.checks import check_least
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -53,7 +53,7 @@ class EMA(Callback):
         for name, value in (("power", 1.0 if power is None else power), ("inverse_gamma", inverse_gamma)):
             if not value > 0:
                 raise ValueError(f"{name} {value} must be above 0")
-        at_least(0, start=start)
+        check_least(0, start=start)
         self.decay, self.power, self.inverse_gamma, self.start = decay, power, inverse_gamma, start
         self.average: dict[str, Tensor] = {}
         self.updates = 0

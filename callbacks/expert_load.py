@@ -8,8 +8,9 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from callbacks.checks import at_least, require
+from callbacks.checks import require
 from callbacks.figures import log_figure, log_table, new_figure
+from datamodules.checks import check_least
 from lightning_modules.most.module import MoST
 
 
@@ -28,7 +29,7 @@ class ExpertLoad(Callback):
     """
 
     def __init__(self, batches: int = 4) -> None:
-        at_least(1, batches=batches)
+        check_least(1, batches=batches)
         self.batches = batches
         self._rows: list[dict[str, Any]] = []
 

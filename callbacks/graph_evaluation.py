@@ -6,9 +6,10 @@ import numpy as np
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 
-from callbacks.checks import at_least, require
+from callbacks.checks import require
 from callbacks.figures import log_figure, log_table, new_figure
 from callbacks.progress import progress
+from datamodules.checks import check_least
 from lightning_modules.graph_pfn.module import GraphPFN, score
 
 
@@ -26,7 +27,7 @@ class GraphEvaluation(Callback):
     """
 
     def __init__(self, graphs: int = 100) -> None:
-        at_least(0, graphs=graphs)
+        check_least(0, graphs=graphs)
         self.graphs = graphs
         self.curves: dict[str, list[tuple[int, float]]] = {}
 

@@ -14,9 +14,10 @@ from lightning.pytorch.utilities import move_data_to_device
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from callbacks.checks import at_least, require
+from callbacks.checks import require
 from callbacks.figures import log_figure, log_table, new_figure
 from callbacks.progress import progress
+from datamodules.checks import check_least
 from lightning_modules.distributed import gather_rows
 
 
@@ -123,8 +124,8 @@ class Rollouts(Callback):
     log: Callable[..., None]  # given by Lightning
 
     def __init__(self, episodes: int = 20, max_steps: int = 200, picture: int = 128, latency_calls: int = 100) -> None:
-        at_least(1, episodes=episodes, max_steps=max_steps)
-        at_least(0, picture=picture, latency_calls=latency_calls)
+        check_least(1, episodes=episodes, max_steps=max_steps)
+        check_least(0, picture=picture, latency_calls=latency_calls)
         self.episodes, self.max_steps, self.picture, self.latency_calls = episodes, max_steps, picture, latency_calls
         self._simulators: dict[str, Any] = {}
         self._rows: list[dict[str, Any]] = []  # of the last evaluation
@@ -210,7 +211,7 @@ class Rollouts(Callback):
 
     @torch.inference_mode()
     def rollout(
-        self, trainer: Trainer, pl_module: LightningModule, simulators: Any, seeds: list[int], what: str
+        self, trainer: Trainer, pl_module: Any, simulators: Any, seeds: list[int], what: str
     ) -> Rollout:
         """Run an episode for each seed, in step; `what` is shown beside the bar."""
         h = pl_module.hparams

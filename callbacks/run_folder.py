@@ -16,9 +16,9 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
-from callbacks.checks import at_least
 from callbacks.figures import log_table
 from callbacks.files import whole_file
+from datamodules.checks import check_least
 
 CONFIG = "config.yaml"
 
@@ -81,7 +81,7 @@ class MetricsCsv(CSVLogger):
     """
 
     def __init__(self, save_dir: str = "{run}", flush_logs_every_n_steps: int = 100) -> None:
-        at_least(1, flush_logs_every_n_steps=flush_logs_every_n_steps)
+        check_least(1, flush_logs_every_n_steps=flush_logs_every_n_steps)
         super().__init__(save_dir, name="", version="", flush_logs_every_n_steps=flush_logs_every_n_steps)
 
     @property

@@ -10,8 +10,9 @@ from lightning.pytorch.loggers import WandbLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from callbacks.checks import at_least, require
+from callbacks.checks import require
 from callbacks.figures import log_figure, log_table, new_figure
+from datamodules.checks import check_least
 from lightning_modules.most.module import MoST
 
 
@@ -32,8 +33,8 @@ class SpeechSamples(Callback):
     """
 
     def __init__(self, texts: list[str] | None = None, count: int = 2, recordings: int = 8) -> None:
-        at_least(1, count=count)
-        at_least(0, recordings=recordings)
+        check_least(1, count=count)
+        check_least(0, recordings=recordings)
         self.texts, self.count, self.recordings = texts, count, recordings
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

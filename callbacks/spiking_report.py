@@ -11,9 +11,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from callbacks.checks import at_least, require
+from callbacks.checks import require
 from callbacks.figures import log_figure, log_table, new_figure
 from callbacks.progress import progress
+from datamodules.checks import check_least
 from lightning_modules.ann_snn.conversion import SpikingNetwork, convert, simulate, teacher_features
 from lightning_modules.ann_snn.energy import AC_NJ, MAC_NJ, measure_energy
 from lightning_modules.ann_snn.losses import cka_from_hsic, hsic
@@ -56,8 +57,8 @@ class SpikingReport(Callback):
     ) -> None:
         if not time_steps or min(time_steps) < 1:
             raise ValueError(f"time_steps {time_steps} must be at least 1")
-        at_least(1, chunk=chunk)
-        at_least(0, noise=min(noise, default=0))
+        check_least(1, chunk=chunk)
+        check_least(0, noise=min(noise, default=0))
         self.time_steps, self.noise, self.chunk = sorted(time_steps), list(noise), chunk
         self.others = others or []
         self.networks: dict[str, nn.Module] = {}

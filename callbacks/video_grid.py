@@ -8,8 +8,9 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from callbacks.checks import at_least, require
+from callbacks.checks import require
 from callbacks.figures import log_figure, log_table, new_figure
+from datamodules.checks import check_least
 from lightning_modules.dyn_vpp.diffusion import VideoDiffusion
 
 
@@ -29,7 +30,7 @@ class VideoGrid(Callback):
     """
 
     def __init__(self, clips: int = 4) -> None:
-        at_least(1, clips=clips)
+        check_least(1, clips=clips)
         self.clips = clips
         self._before: _Shown | None = None
         self._now: _Shown | None = None
