@@ -92,10 +92,11 @@ class RolloutPolicy:
         if not isinstance(observation, Mapping):
             raise ValueError(f"the observation is a {type(observation).__name__}: give a dict of arrays by name")
         arrays = {name: _array(observation, name) for name in c.observed}
+        crop = (c.image_crop, math.inf)
         needed: dict[str, tuple[list[tuple[float, float]], str]] = {
             "state": ([(c.state_dim, c.state_dim)], f"({c.state_dim},) numbers"),
             "point_cloud": ([(1, math.inf), (c.point_channels,) * 2], f"(n, {c.point_channels}) numbers"),
-            "image": ([(c.image_crop, math.inf)] * 2 + [(3, 3)], f"(h, w, 3) uint8, h and w at least {c.image_crop}"),
+            "image": ([crop, crop, (3, 3)], f"(h, w, 3) uint8, h and w at least {c.image_crop}"),
         }
         batch = {}
         for name, x in arrays.items():
