@@ -27,7 +27,7 @@ CASES = {  # what makes a step quick; all are killed within an epoch or, where a
     "focal_policy/recordings": ["--data.batch_size", "4"],
     "dyn_vpp/metaworld_autoencoder": [],
     "dyn_vpp/metaworld_base": [],
-    "dyn_vpp/metaworld": ["--model.group", "2", "--model.eval_group", "1"],
+    "dyn_vpp/metaworld": ["--model.group", "2"],
     "dyn_vpp/metaworld_policy": [],
     "most/spoken_digits": ["--model.num_units", "16", "--model.unit_frames", "1500"],
 }
