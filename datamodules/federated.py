@@ -407,7 +407,7 @@ class FederatedImages(LightningDataModule):
         needed = np.bincount(labels, minlength=len(classes)) > 0
         if self.class_names is None and not needed.all():  # with class_names, the sources need not have them all
             raise ValueError(
-                f"the sources have no training image of the classes {', '.join(np.array(classes)[~needed])}: number "
+                f"the sources have no training image of class {', '.join(np.array(classes)[~needed])}: number "
                 "the classes of an .npz file from 0 without gaps, raise train_size, or give class_names"
             )
         kept = np.arange(len(labels)) if self.long_tail is None else long_tail(labels, self.long_tail, self.seed)

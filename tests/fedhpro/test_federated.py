@@ -204,7 +204,7 @@ def written(path, shape, labels):
 @pytest.mark.parametrize(("held", "missing"), [([0, 2, 5], "1, 3, 4"), (range(1, 11), "0")])
 def test_classes_without_images_are_named(held, missing, tmp_path):
     options = written(tmp_path / "gaps.npz", (8, 8), np.repeat(list(held), 20))
-    with pytest.raises(ValueError, match=f"no training image of the classes {missing}: number the classes"):
+    with pytest.raises(ValueError, match=f"no training image of class {missing}: number the classes"):
         ready(**options)
     named = ready(**options, class_names=[str(c) for c in held], long_tail=4)
     assert named.counts().sum(0).min() > 0
