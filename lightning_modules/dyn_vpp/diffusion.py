@@ -168,7 +168,7 @@ class VideoDiffusion(LightningModule):
             shard(self.model.text, (), self.device_mesh)
 
     def _check_words(self, model: VideoModel) -> None:
-        data = self._trainer and self.trainer.datamodule
+        data: Any = self.trainer.datamodule if self._trainer is not None else None
         if hasattr(data, "vocabulary"):
             model.check_words(data.tokens, data.vocabulary)
 
