@@ -284,7 +284,7 @@ class ModalityAwareMoE(nn.Module):
         return out + shared
 
 
-class ModalityAwareLayer:
+class ModalityAwareLayer(nn.Module):
     """Mixin for a decoder layer: its parts stay, and the MoE block also gets the modality."""
 
     self_attn: nn.Module
