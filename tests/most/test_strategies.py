@@ -44,7 +44,7 @@ def written(data_dir) -> list[str]:
     manifest = data_dir / "written.jsonl"
     manifest.write_text("\n".join(map(json.dumps, rows)))
     batches = list(SpeechText(str(manifest), batch_size=2, bucket_batches=1).train_dataloader())[:6]
-    assert {tuple((batch.length > 0).tolist()) for batch in batches} >= {(True, False), (False, True)}
+    assert {tuple((batch.length > 0).tolist()) for batch in batches} == {(False, False), (False, True), (True, True)}
     options = {
         "model.init_args.tasks": "{asr: 0.3, tts: 0.3, interleaved: 0.2, text: 0.1, instruct: 0.1}",
         "model.init_args.deduplicate": "true",
@@ -71,7 +71,7 @@ def runs(tmp_path_factory):
     ]
     for case in cases:
         case["run"] = str(folder / case["name"])
-    output = launch(cases, folder)
+    output = launch(cases, folder, timeout=900)
     assert "CASE" not in output, output[-4000:]
     return one | {case["name"]: folder / case["name"] for case in cases}
 
