@@ -12,6 +12,7 @@ from callbacks.checks import require
 from callbacks.figures import log_figure, log_table, new_figure
 from datamodules.checks import check_least
 from lightning_modules.most.module import MoST
+from lightning_modules.most.moe import moe_blocks
 
 
 class ExpertLoad(Callback):
@@ -78,8 +79,10 @@ class ExpertLoad(Callback):
         if trainer.sanity_checking or load.sum() == 0:
             return
         share = load / load.sum(-1, keepdim=True).clamp(min=1)  # layers 2 experts
-        used = (load > 0).any(0).sum(-1)  # experts that a modality ever picked, [2]
-        pl_module.log(f"{stage}/expert_load_max", float((share.amax(-1).amax(0) * used).max()))
+        groups = moe_blocks(pl_module.network)[0].gate.groups
+        # experts that each modality may pick, [2]; not those that it did pick, or a collapse would look even
+        sizes = torch.tensor([share.shape[-1]] * 2) if groups is None else torch.bincount(groups.cpu(), minlength=2)
+        pl_module.log(f"{stage}/expert_load_max", float((share.amax(-1).amax(0) * sizes).max()))
         log_figure(trainer, "expert_load" if stage == "val" else "test_expert_load", heat_map(share))
         self._rows = [
             {"layer": i, "modality": modality, "expert": k, "share": x}

@@ -210,9 +210,7 @@ class Rollouts(Callback):
             self.log(f"{stage}/{name}", value, prog_bar=name == "success_rate")
 
     @torch.inference_mode()
-    def rollout(
-        self, trainer: Trainer, pl_module: Any, simulators: Any, seeds: list[int], what: str
-    ) -> Rollout:
+    def rollout(self, trainer: Trainer, pl_module: Any, simulators: Any, seeds: list[int], what: str) -> Rollout:
         """Run an episode for each seed, in step; `what` is shown beside the bar."""
         h = pl_module.hparams
         taken: Any = pl_module.executed  # of a window

@@ -530,3 +530,22 @@ def test_other_families_build_and_transcribe(family):
     module = model(language_model=language_model, partition="interleaved", vocoder_width=0).eval()
     module.configure_model()
     assert len(module(torch.randn(2, 4000), torch.tensor([4000, 2000]))) == 2
+
+
+def test_a_router_that_uses_half_of_its_experts_is_no_even_one(monkeypatch):
+    from types import SimpleNamespace
+
+    module = model()
+    module.configure_model()
+    groups = moe_blocks(module.network)[0].gate.groups
+    ours = [(groups == g).nonzero().flatten() for g in (0, 1)]
+    logged = {}
+    monkeypatch.setattr("callbacks.expert_load.log_figure", lambda *_: None)
+    monkeypatch.setattr(MoST, "log", lambda self, name, value: logged.update({name: value}))
+    trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda x, reduce_op: x), sanity_checking=False)
+    for used, expected in ((len(ours[0]), 1.0), (len(ours[0]) // 2, 2.0)):
+        module.expert_load.zero_()
+        for modality, experts in enumerate(ours):
+            module.expert_load[:, modality, experts[:used]] = 5
+        ExpertLoad()._draw(trainer, module, "val")
+        assert logged["val/expert_load_max"] == pytest.approx(expected)
