@@ -461,8 +461,8 @@ class NodeClassification(LightningDataModule):
     """One graph whose nodes carry classes or values; every batch is the whole graph, a `Nodes`.
 
     Args:
-        source: `karate` (34 members of a club, 4 communities, in torch-geometric; no download); a data set of
-            torch-geometric as `Class/name` (`Planetoid/Cora`, `HeterophilousGraphDataset/Tolokers`,
+        source: `karate` (34 members of a club, 4 communities, in torch-geometric, no download; a folder of that name
+            is `./karate`); a data set of torch-geometric as `Class/name` (`Planetoid/Cora`, `HeterophilousGraphDataset/Tolokers`,
             `GraphLandDataset/tolokers-2`, `FacebookPagePage`, `Twitch/PT`, ...), downloaded once; a `.pt` file with a
             `torch_geometric.data.Data`; or a folder with `nodes.csv` and `edges.csv` (or `.parquet`).
         data_dir: where downloads are kept.
@@ -533,6 +533,12 @@ class NodeClassification(LightningDataModule):
 
     def read(self) -> Table:
         """Read the source."""
+        if self.source == "karate":
+            from torch_geometric.datasets import KarateClub
+
+            data = KarateClub()[0]
+            data.train_mask = None  # one node per class: too few to also validate
+            return table_of(data, 0, "karate")
         path = Path(self.source)
         if path.is_dir():
             return read_folder(path, self.target)
@@ -540,12 +546,6 @@ class NodeClassification(LightningDataModule):
             if not path.is_file():
                 raise FileNotFoundError(f"there is no file {path}")
             return table_of(read_data(path), self.split_index, str(path))
-        if self.source == "karate":
-            from torch_geometric.datasets import KarateClub
-
-            data = KarateClub()[0]
-            data.train_mask = None  # one node per class: too few to also validate
-            return table_of(data, 0, "karate")
         return table_of(download(self.source, self.data_dir), self.split_index, self.source)
 
     def prepare_data(self) -> None:

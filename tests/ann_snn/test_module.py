@@ -184,7 +184,7 @@ def test_weights_of_a_lightning_checkpoint_and_a_state_dict(tmp_path):
         other = build("lightning_modules.ann_snn.networks.SmallResNet")
         load_weights(other, str(tmp_path / path))
         assert all(torch.equal(v, other.state_dict()[k]) for k, v in source.state_dict().items())
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="does not fit"):
         load_weights(build("lightning_modules.ann_snn.networks.CifarResNet"), "digits")
 
 

@@ -162,7 +162,8 @@ def paper_video():
         Path("svd", part).mkdir(parents=True)
         Path("svd", part, "config.json").write_text(json.dumps(layout))
     model = ["--model.init_from", "svd", "--model.text_encoder", "null"]
-    data = ["--data.source", str(write_folder(Path("clips"), 6, 70)), "--data.size", "16", "--data.batch_size", "2"]
+    data = ["--data.source", str(write_folder(Path("clips"), 6, 70)), "--data.size", "64", "--data.batch_size", "2"]
+    data += ["--data.tokens", "20"]
     return ["dyn_vpp/paper_calvin", *model, *data]
 
 

@@ -51,7 +51,7 @@ def arguments(folder):
     return [*base, "--trainer.max_steps", "4"], [*post, "--trainer.max_steps", "2"]
 
 
-def tested(run, checkpoint):
+def command_of_test(run, checkpoint):
     """With batches that two ranks cannot share evenly."""
     return ["test", "-c", str(run / "config.yaml"), "--ckpt_path", str(checkpoint), "--data.eval_batch_size", "3"]
 
@@ -95,7 +95,7 @@ def runs(tmp_path_factory):
         case["run"] = str(folder / case["name"])
     for name in ("sharded", "post_ddp"):
         last = folder / name / "checkpoints" / "last.ckpt"
-        cases.append({"name": f"test {name}", "run": str(folder / name), "args": tested(folder / name, last)})
+        cases.append({"name": f"test {name}", "run": str(folder / name), "args": command_of_test(folder / name, last)})
     output = launch(cases, folder, timeout=900)
     assert "CASE" not in output, output[-4000:]
     found = {case["name"]: folder / case["name"] for case in cases} | {"start": start.state_dict()}
@@ -141,5 +141,5 @@ def test_a_sharded_checkpoint_consolidates_and_serves_one_process(runs, capsys):
     single_file = runs["post_ddp"] / "checkpoints" / "last.ckpt"
     for run, checkpoint in ((runs["sharded"], file), (runs["post_ddp"], single_file)):
         pair = take_figures(run)
-        cli.main([*tested(run, checkpoint), *one])
+        cli.main([*command_of_test(run, checkpoint), *one])
         assert take_figures(run) == pytest.approx(pair, rel=1e-3, abs=1e-4)

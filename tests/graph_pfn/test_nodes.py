@@ -387,3 +387,14 @@ def test_laplacian_eigenvectors():
     adjacency[tuple(edges)] = 0.5
     for v in columns[:, 2:].T:
         np.testing.assert_allclose(adjacency @ v, np.cos(2 * np.pi / n) * v, atol=1e-6)
+
+
+def test_a_folder_of_the_name_does_not_hide_the_club(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("karate").mkdir()
+    data = NodeClassification("karate")
+    data.prepare_data()
+    data.setup()
+    assert len(data.nodes.x) == 34
+    with pytest.raises(FileNotFoundError, match=r"karate has no nodes\.csv"):
+        NodeClassification("./karate").setup()
