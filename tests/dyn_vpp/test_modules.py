@@ -401,3 +401,13 @@ def test_clips_that_do_not_fit_the_networks_are_refused():
         model.check_words(3, words["vocabulary"])
     with pytest.raises(ValueError, match=r"data\.vocabulary is 7 and the model's"):
         model.check_words(words["length"], 7)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_every_trained_weight_of_the_autoencoder_gets_a_gradient(layers):
+    module = LatentVideoAutoencoder({**AUTOENCODER, "layers_per_block": layers})
+    module.configure_model()
+    l1, kl, _, _ = module._losses(SimpleNamespace(video=torch.rand(1, 2, 3, 16, 16), index=torch.tensor([0])), 0, True)
+    (l1 + kl).backward()
+    idle = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    assert not idle, "DDP refuses trained weights that a loss does not use"
