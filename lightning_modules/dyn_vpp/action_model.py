@@ -49,9 +49,10 @@ class ActionConfig:
         layers: Blocks of the action head's encoder, and of its decoder.
         heads: Attention heads.
         steps: Noise levels of the action sampler.
+        dropout: In training: of attention weights, of residual branches, of the MLP.
 
     Raises:
-        ValueError: If more steps are executed than planned.
+        ValueError: If more steps are executed than planned, or a dropout is no share.
     """
 
     action_dim: int = 7
@@ -65,8 +66,11 @@ class ActionConfig:
     layers: int = 4
     heads: int = 8
     steps: int = 10
+    dropout: tuple[float, float, float] = (0.3, 0.1, 0.05)
 
     def __post_init__(self) -> None:
+        if len(self.dropout) != 3 or not all(0 <= share < 1 for share in self.dropout):
+            raise ValueError(f"dropout {list(self.dropout)} must be three numbers from 0 to below 1")
         if not 1 <= self.action_steps <= self.horizon:
             raise ValueError(f"action_steps {self.action_steps} must be from 1 to the horizon {self.horizon}")
 
@@ -105,8 +109,9 @@ class ActionModel(nn.Module):
             heads=config.heads,
             head_width=config.width // config.heads,
         )
-        self.encoder = ActionEncoder(text, config.width, config.layers, config.heads)
-        self.decoder = ActionDecoder(config.action_dim, config.horizon, config.width, config.layers, config.heads)
+        sizes = (config.width, config.layers, config.heads, config.dropout)
+        self.encoder = ActionEncoder(text, *sizes)
+        self.decoder = ActionDecoder(config.action_dim, config.horizon, *sizes)
         self.register_buffer("mean", torch.full((config.action_dim,), torch.nan))
         self.register_buffer("std", torch.full((config.action_dim,), torch.nan))
 
@@ -209,7 +214,8 @@ class ActionModel(nn.Module):
         folder, config = read_config(
             fetch(source, ("*.json", "model.safetensors", *(f"video/{x}" for x in FILES))), "VideoPolicy", FORMAT
         )
-        sizes = instantiate(ActionConfig, config | {"blocks": tuple(config.get("blocks", ()))}, folder)
+        lists = {name: tuple(value) for name, value in config.items() if isinstance(value, list)}
+        sizes = instantiate(ActionConfig, config | lists, folder)
         model = cls(VideoModel.load(folder / "video"), sizes)
         fill(model, read_state(folder) | {f"video.{k}": v for k, v in model.video.state_dict().items()}, folder)
         return model.eval()

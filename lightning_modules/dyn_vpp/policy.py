@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -45,6 +46,8 @@ class VideoPolicy(LightningModule):
         layers: Blocks of the action head's encoder, and of its decoder.
         heads: Attention heads.
         action_noise_levels: Network calls of the action head per plan.
+        dropout: In training: of attention weights, of residual branches, of the MLP; VPP's. The masks are a function of
+            (seed, epoch, batch, rank): a resumed run has the same ones, and so many ranks others.
         optimizer: By default AdamW, learning rate 1e-4, betas 0.9 and 0.9, weight decay 0.05, which are VPP's.
         lr_scheduler: Stepped once per optimiser step; none by default.
         seed: Of all noise.
@@ -71,6 +74,7 @@ class VideoPolicy(LightningModule):
         layers: int = 4,
         heads: int = 8,
         action_noise_levels: int = 10,
+        dropout: list[float] = [0.3, 0.1, 0.05],  # noqa: B006
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         seed: int = 0,
@@ -95,6 +99,7 @@ class VideoPolicy(LightningModule):
             action_dim=action_dim,
             sigma=h["sigma_max"],
             blocks=tuple(h["blocks"]),
+            dropout=tuple(h["dropout"]),
             steps=h["action_noise_levels"],
             **{name: h[name] for name in names},
         )
@@ -199,7 +204,10 @@ class VideoPolicy(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One batch of clips."""
-        loss = self.loss(batch, self.current_epoch)
+        place = [self.hparams["seed"], self.current_epoch, batch_idx, self.global_rank]
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))  # for dropout
+            loss = self.loss(batch, self.current_epoch)
         self.log("train/loss", loss.detach(), batch_size=len(batch.index), sync_dist=True, prog_bar=True)
         return loss
 
@@ -263,7 +271,7 @@ class VideoPolicy(LightningModule):
             ValueError: If the files are of another class or a newer version.
         """
         model = ActionModel.load(source)
-        sizes = vars(model.config) | {"blocks": list(model.config.blocks)}
+        sizes = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(model.config).items()}
         renamed = {"sigma": "sigma_max", "steps": "action_noise_levels"}
         options = {renamed.get(k, k): v for k, v in sizes.items()}
         module = cls(**options, networks=model.video.parts())

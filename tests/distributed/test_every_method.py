@@ -44,7 +44,7 @@ EQUAL = {  # whole runs are compared, with what makes them equal
     "ann_snn/digits_source": ["--model.network", f"{__name__}.NoStatistics", "--model.network_args={}"],
     "graph_pfn/karate": ["--model.lr_scheduler", "torch.optim.lr_scheduler.ConstantLR"],  # else a first rate of 0
     "dyn_vpp/metaworld_autoencoder": ["--trainer.precision", "32-true"],
-    "dyn_vpp/metaworld_policy": [],
+    "dyn_vpp/metaworld_policy": ["--model.dropout", "[0, 0, 0]"],  # whose masks are each rank's own
 }
 QUIET = ["--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"]
 WHOLE = ["--trainer.limit_test_batches", "1.0"]
