@@ -74,7 +74,7 @@ class ExpertLoad(Callback):
         log_table(trainer, "test_expert_load", self._rows)
 
     def _draw(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        assert isinstance(pl_module, MoST)
+        assert isinstance(pl_module, MoST) and pl_module.network is not None
         load = trainer.strategy.reduce(pl_module.expert_load.to(pl_module.device), reduce_op="sum").cpu()
         if trainer.sanity_checking or load.sum() == 0:
             return

@@ -462,9 +462,10 @@ class NodeClassification(LightningDataModule):
 
     Args:
         source: `karate` (34 members of a club, 4 communities, in torch-geometric, no download; a folder of that name
-            is `./karate`); a data set of torch-geometric as `Class/name` (`Planetoid/Cora`, `HeterophilousGraphDataset/Tolokers`,
-            `GraphLandDataset/tolokers-2`, `FacebookPagePage`, `Twitch/PT`, ...), downloaded once; a `.pt` file with a
-            `torch_geometric.data.Data`; or a folder with `nodes.csv` and `edges.csv` (or `.parquet`).
+            is `./karate`); a data set of torch-geometric as `Class/name` (`Planetoid/Cora`,
+            `HeterophilousGraphDataset/Tolokers`, `GraphLandDataset/tolokers-2`, `FacebookPagePage`, `Twitch/PT`, ...),
+            downloaded once; a `.pt` file with a `torch_geometric.data.Data`; or a folder with `nodes.csv` and
+            `edges.csv` (or `.parquet`).
         data_dir: where downloads are kept.
         target: column of `nodes.csv` to predict; `label`, `y` or `target` by default.
         task: `classification` (-1 counts as unknown beside 0 and other classes), `regression`, or `auto`: values that

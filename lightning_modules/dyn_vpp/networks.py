@@ -98,7 +98,7 @@ def video_unet(config: dict[str, Any]) -> UNetSpatioTemporalConditionModel:
 
 def video_autoencoder(config: dict[str, Any]) -> AutoencoderKLTemporalDecoder:
     """Build the autoencoder from arguments of diffusers' class, such as `SVD_AUTOENCODER` or `SMALL_AUTOENCODER`."""
-    network = _on_one_device(AutoencoderKLTemporalDecoder(**config))
+    network: Any = _on_one_device(AutoencoderKLTemporalDecoder(**config))
     if network.config.layers_per_block == 1:  # diffusers' decoder then builds an attention that it never calls
         network.decoder.mid_block.attentions.requires_grad_(False)
     return network

@@ -271,7 +271,7 @@ class VideoPolicy(LightningModule):
             ValueError: If the files are of another class or a newer version.
         """
         model = ActionModel.load(source)
-        sizes = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(model.config).items()}
+        sizes: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(model.config).items()}
         renamed = {"sigma": "sigma_max", "steps": "action_noise_levels"}
         options = {renamed.get(k, k): v for k, v in sizes.items()}
         module = cls(**options, networks=model.video.parts())
