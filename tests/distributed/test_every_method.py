@@ -141,7 +141,9 @@ def test_whole_runs_on_two_processes_equal_one(runs, name, tmp_path):
     for strategy, file in (("fsdp2", "last.consolidated.ckpt"), ("ddp", "last.ckpt")):
         two = place(folder, name, strategy)
         for quantity in quantities:
-            assert column(two, quantity) == pytest.approx(column(one, quantity), rel=1e-4, abs=1e-6), quantity
+            # nan: steps to a success of a policy that never succeeds
+            near = pytest.approx(column(one, quantity), rel=1e-4, abs=1e-6, nan_ok=True)
+            assert column(two, quantity) == near, quantity
         got = weights(two / "checkpoints" / file)
         assert got.keys() == expected.keys()
         for key, value in expected.items():
