@@ -121,6 +121,18 @@ def test_init_from_takes_weights_only(tmp_path, converted):
     torch.testing.assert_close(again.layer_weights.sum(1), torch.ones(2))
 
 
+def test_init_from_a_folder_takes_the_spiking_network_and_the_teacher_of_weights(tmp_path, converted):
+    folder = tmp_path / "snn"
+    with torch.no_grad():
+        next(converted.student.parameters()).mul_(1.5)
+    converted.save_pretrained(folder)
+    again = AnnSnn(**STRONG, time_steps=2, init_from=str(folder))
+    quick(tmp_path, limit_train_batches=0).fit(again, datamodule=digits())
+    for part in ("student", "teacher"):
+        for name, value in getattr(converted, part).state_dict().items():
+            assert torch.equal(getattr(again, part).state_dict()[name], value), (part, name)
+
+
 @pytest.mark.parametrize(
     "options",
     [

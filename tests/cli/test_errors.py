@@ -109,6 +109,7 @@ FILES = {  # made where the command names them
     "weights.pt": lambda p: torch.save({"w": torch.zeros(2)}, p),
     "misfit.ckpt": lambda p: torch.save({"state_dict": {"w": torch.zeros(2)}, **LIGHTNING, **REST}, p),
     "sharded": lambda p: sharded(p, LIGHTNING),
+    "run": lambda p: (p / "checkpoints").mkdir(parents=True),
     "empty_folder": Path.mkdir,
     "broken.yaml": lambda p: p.write_text("model: [unclosed"),
     "empty.yaml": lambda p: p.write_text(""),
@@ -173,6 +174,19 @@ def interrupted() -> Iterator[None]:
 
 
 @contextmanager
+def no_key() -> Iterator[None]:
+    """W&B is asked for, and no account is known."""
+    import netrc
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "online")
+        patch.delenv("WANDB_API_KEY", raising=False)
+        patch.setenv("NETRC", "no_netrc")
+        patch.setattr(netrc, "netrc", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
+        yield
+
+
+@contextmanager
 def full_disk() -> Iterator[None]:
     """No file can grow beyond 20 kB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -213,6 +227,19 @@ CASES = {
     "checkpoint of another class": ([*FIT, "--ckpt_path", "other.ckpt"], "was saved by lightning_modules.AnnSnn"),
     "weights in place of a checkpoint": ([*FIT, "--ckpt_path", "weights.pt"], "weights.pt holds weights alone"),
     "checkpoint that does not fit": ([*FIT, "--ckpt_path", "misfit.ckpt"], "Missing key(s) in state_dict"),
+    "checkpoint that is a run folder": ([*FIT, "--ckpt_path", "run"], "name run/checkpoints/last.ckpt"),
+    "name outside the runs": ([*FIT, "--name", "../../x"], "name ../../x leads out of the folder of runs"),
+    "GPUs that are not there": ([*FIT, "--trainer.accelerator", "cpu", "--trainer.devices", "[0, 1]"], "give a number"),
+    "misspelt section": ([*FIT, "--modle.alpha", "1"], "did you mean --model.alpha"),
+    "misspelt trainer option": ([*FIT, "--trainer.acelerator", "cpu"], "did you mean --trainer.accelerator"),
+    "misspelt optimiser": ([*FIT, "--model.optimizer", "torch.optim.Adamm"], "has no attribute 'Adamm'"),
+    "options as a list": ([*FIT, "--model.init_args", "[1]"], "init_args takes names and values, not a list"),
+    "no config of that name": (["configs", "zzz"], "no shipped config has zzz in its name"),
+    "W&B without a key": ([*FIT, "-c", "logger/wandb", "-c", "trainer/smoke"], "-c logger/wandb_offline", no_key),
+    "words of another length": (
+        ["fit", "-c", "dyn_vpp/metaworld", "--data.source", "clips", "--data.tokens", "3", "--data.batch_size", "2"],
+        "data.tokens is 3 and the model's 8: set data.tokens to 8",
+    ),
     "no model": (["test", "--ckpt_path", "other.ckpt"], "test.model"),
     "batch of nothing": ([*FIT, "--data.batch_size", "0"], "batch_size 0"),
     "FSDP1 on CPU": ([*FIT, "-c", "strategy/fsdp1", "--trainer.accelerator", "cpu"], "strategy/fsdp2"),
