@@ -237,7 +237,7 @@ CASES = {
     "no config of that name": (["configs", "zzz"], "no shipped config has zzz in its name"),
     "W&B without a key": ([*FIT, "-c", "logger/wandb", "-c", "trainer/smoke"], "-c logger/wandb_offline", no_key),
     "words of another length": (
-        ["fit", "-c", "dyn_vpp/metaworld", "--data.source", "clips", "--data.tokens", "3", "--data.batch_size", "2"],
+        ["fit", "-c", "dyn_vpp/metaworld", "--data.source", "clips", "--data.tokens", "3", "--data.stride", "2"],
         "data.tokens is 3 and the model's 8: set data.tokens to 8",
     ),
     "no model": (["test", "--ckpt_path", "other.ckpt"], "test.model"),
