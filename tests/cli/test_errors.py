@@ -236,10 +236,6 @@ CASES = {
     "options as a list": ([*FIT, "--model.init_args", "[1]"], "init_args takes names and values, not a list"),
     "no config of that name": (["configs", "zzz"], "no shipped config has zzz in its name"),
     "W&B without a key": ([*FIT, "-c", "logger/wandb", "-c", "trainer/smoke"], "-c logger/wandb_offline", no_key),
-    "words of another length": (
-        ["fit", "-c", "dyn_vpp/metaworld", "--data.source", "clips", "--data.tokens", "3", "--data.stride", "2"],
-        "data.tokens is 3 and the model's 8: set data.tokens to 8",
-    ),
     "no model": (["test", "--ckpt_path", "other.ckpt"], "test.model"),
     "batch of nothing": ([*FIT, "--data.batch_size", "0"], "batch_size 0"),
     "FSDP1 on CPU": ([*FIT, "-c", "strategy/fsdp1", "--trainer.accelerator", "cpu"], "strategy/fsdp2"),

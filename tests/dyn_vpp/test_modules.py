@@ -23,8 +23,8 @@ from lightning_modules.dyn_vpp.diffusion import read_model
 from lightning_modules.dyn_vpp.networks import SVD_AUTOENCODER, SVD_UNET
 from lightning_modules.dyn_vpp.video_model import VideoModel, located
 from tests.dyn_vpp.toys import AUTOENCODER, DATA, UNET, write_folder
+from tests.helpers import refusal, weights
 from tests.helpers import run as run_command
-from tests.helpers import weights
 
 SAMPLER = {"steps": 3, "sigma_min": 0.05, "sigma_max": 5.0}
 TEXT = {"vocabulary": 64, "tokens": 4}
@@ -411,3 +411,9 @@ def test_every_trained_weight_of_the_autoencoder_gets_a_gradient(layers):
     (l1 + kl).backward()
     idle = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
     assert not idle, "DDP refuses trained weights that a loss does not use"
+
+
+def test_words_of_another_length_are_refused_by_the_command(tmp_path, capsys):
+    clips = str(write_folder(tmp_path / "clips"))
+    args = ["fit", "-c", "dyn_vpp/metaworld", "--data.source", clips, "--data.stride", "2", "--data.tokens", "3"]
+    assert "data.tokens is 3 and the model's 8: set data.tokens to 8" in refusal(args, capsys)
