@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from datamodules.checks import check_least
+from datamodules.checks import check_above, check_least
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -50,9 +50,7 @@ class EMA(Callback):
     ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay {decay} is outside [0, 1)")
-        for name, value in (("power", 1.0 if power is None else power), ("inverse_gamma", inverse_gamma)):
-            if not value > 0:
-                raise ValueError(f"{name} {value} must be above 0")
+        check_above(0, power=power, inverse_gamma=inverse_gamma)
         check_least(0, start=start)
         self.decay, self.power, self.inverse_gamma, self.start = decay, power, inverse_gamma, start
         self.average: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""What the data modules refuse in the same words: numbers out of range, and files that cannot be read."""
+"""What is refused everywhere in the same words: numbers out of range, and files that cannot be read."""
 
 import csv
 import errno
@@ -22,6 +22,17 @@ def check_least(least: float, **numbers: float | None) -> None:
     for name, number in numbers.items():
         if number is not None and not number >= least:
             raise ValueError(f"{name} {number} must be at least {least}")
+
+
+def check_above(limit: float, **numbers: float | None) -> None:
+    """Refuse numbers at or below `limit`, and what is not a number; None is left open and passes.
+
+    Raises:
+        ValueError: Naming the number.
+    """
+    for name, number in numbers.items():
+        if number is not None and not number > limit:
+            raise ValueError(f"{name} {number} must be above {limit}")
 
 
 def check_fractions(**fractions: float) -> None:

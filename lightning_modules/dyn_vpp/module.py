@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from datamodules.checks import check_above, check_least
 from lightning_modules.distributed import gather_batch, log_means
 
 from .diffusion import ROLLOUT, TRAINING, VideoDiffusion, read_model
@@ -129,19 +130,11 @@ class DynVPP(VideoDiffusion):
             raise ValueError(f"group {group} has nothing to compare with: use at least 2 samples per context")
         if not stochastic:
             raise ValueError("stochastic names no step: without noise there is nothing to choose from")
-        for name, value in (("inner_epochs", inner_epochs), ("micro_batch", micro_batch), ("lora_rank", lora_rank)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} {value} must be at least 1")
-        above = {"clip": clip, "advantage_bound": advantage_bound, "max_grad_norm": max_grad_norm}
-        for name, bound in above.items():
-            if bound is not None and not bound > 0:
-                raise ValueError(f"{name} {bound} must be above 0")
-        weights = {"kl_weight": kl_weight, "drift_weight": drift_weight, "anchor_weight": anchor_weight}
-        weights |= {"l1_weight": l1_weight, "cosine_weight": cosine_weight, "pixel_weight": pixel_weight}
-        weights |= {"difference_weight": difference_weight, "skip_frames": skip_frames, "cosine_every": cosine_every}
-        for name, weight in weights.items():
-            if not weight >= 0:
-                raise ValueError(f"{name} {weight} must be at least 0")
+        check_least(1, inner_epochs=inner_epochs, micro_batch=micro_batch, lora_rank=lora_rank)
+        check_above(0, clip=clip, advantage_bound=advantage_bound, max_grad_norm=max_grad_norm)
+        check_least(0, kl_weight=kl_weight, drift_weight=drift_weight, anchor_weight=anchor_weight)
+        check_least(0, l1_weight=l1_weight, cosine_weight=cosine_weight, difference_weight=difference_weight)
+        check_least(0, pixel_weight=pixel_weight, skip_frames=skip_frames, cosine_every=cosine_every)
         self.schedule = hybrid_schedule(self.sigmas, stochastic, step_kind, eta)
         self._reference: list[nn.Module] = []  # in a list, so that it is neither trained nor saved
         self._base_rewards: dict[int, Tensor] = {}  # of validation clips

@@ -14,6 +14,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 
+from datamodules.checks import check_least
 from lightning_modules.distributed import shard
 from lightning_modules.fedhpro.averaging import alike, assign, double, flatten, local_state, step_towards, sums_device
 from lightning_modules.fedhpro.clients import Client, ClientReport, LocalTraining, train_client, train_together
@@ -106,10 +107,8 @@ class FedHPro(LightningModule):
             raise ValueError("give lr, or local_optimizer with its own learning rate, not both")
         if variant not in ("paper", "code"):
             raise ValueError(f"variant is paper or code, not {variant!r}")
-        least = {"num_classes": num_classes, "local_epochs": local_epochs, "local_batch_size": local_batch_size}
-        for name, number in (least | {"clients_together": clients_together}).items():
-            if number < 1:
-                raise ValueError(f"{name} {number} must be at least 1")
+        check_least(1, num_classes=num_classes, clients_together=clients_together)
+        check_least(1, local_epochs=local_epochs, local_batch_size=local_batch_size)
         self.save_hyperparameters(ignore=["local_optimizer", "server_optimizer"])
         self.automatic_optimization = False
         self.strategy = build_strategy(strategy, strategy_args, variant)

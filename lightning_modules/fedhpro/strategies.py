@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from datamodules.checks import check_above, check_least
 from lightning_modules.fedhpro.clients import Client, features
 from lightning_modules.fedhpro.finch import finch
 from lightning_modules.fedhpro.losses import class_means, client_margin, hpal_loss, hpcl_loss
@@ -42,18 +43,6 @@ def head_of(network: nn.Module) -> Head:
     if isinstance(weight, DTensor):
         weight, bias = weight.full_tensor(), bias.full_tensor()
     return weight.clone(), bias.clone()
-
-
-def _check_least(least: float, **options: float | None) -> None:
-    for name, value in options.items():
-        if value is not None and not value >= least:  # also not a number
-            raise ValueError(f"{name} {value} must be at least {least}")
-
-
-def _check_positive(**options: float) -> None:
-    for name, value in options.items():
-        if not value > 0:
-            raise ValueError(f"{name} {value} must be above 0")
 
 
 def _check_choices(function: Callable[..., Any], given: dict[str, Any]) -> None:
@@ -173,7 +162,7 @@ class FedProx(FedAvg):
 
     def __init__(self, mu: float = 0.01) -> None:
         super().__init__()
-        _check_least(0, mu=mu)
+        check_least(0, mu=mu)
         self.mu = mu
 
     def before(self, network: nn.Module, client: Client, first_epoch: int) -> dict[str, Any]:
@@ -206,8 +195,8 @@ class Moon(FedAvg):
 
     def __init__(self, mu: float = 5.0, tau: float = 0.5) -> None:
         super().__init__()
-        _check_least(0, mu=mu)
-        _check_positive(tau=tau)
+        check_least(0, mu=mu)
+        check_above(0, tau=tau)
         self.mu, self.tau = mu, tau
 
     def before(self, network: nn.Module, client: Client, first_epoch: int) -> dict[str, Any]:
@@ -249,7 +238,7 @@ class FedProto(FedAvg):
 
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
-        _check_least(0, weight=weight)
+        check_least(0, weight=weight)
         self.weight = weight
 
     def build(self, num_classes: int, dim: int) -> None:
@@ -302,7 +291,7 @@ class FPL(FedAvg):
 
     def __init__(self, tau: float = 0.02) -> None:
         super().__init__()
-        _check_positive(tau=tau)
+        check_above(0, tau=tau)
         self.tau = tau
 
     def build(self, num_classes: int, dim: int) -> None:
@@ -374,8 +363,8 @@ class FedTGP(FedProto):
 
     def __init__(self, weight: float = 10.0, epochs: int = 100, lr: float = 0.01, batch_size: int = 32) -> None:
         super().__init__(weight)
-        _check_least(1, epochs=epochs, batch_size=batch_size)
-        _check_positive(lr=lr)
+        check_least(1, epochs=epochs, batch_size=batch_size)
+        check_above(0, lr=lr)
         self.epochs, self.lr, self.batch_size = epochs, lr, batch_size
 
     def build(self, num_classes: int, dim: int) -> None:
@@ -471,8 +460,8 @@ class CReFF(FedAvg):
 
     def __init__(self, per_class: int = 100, steps: int = 100, lr: float = 0.1, epochs: int = 300) -> None:
         super().__init__()
-        _check_least(1, per_class=per_class, steps=steps, epochs=epochs)
-        _check_positive(lr=lr)
+        check_least(1, per_class=per_class, steps=steps, epochs=epochs)
+        check_above(0, lr=lr)
         self.options: dict[str, Any] = {"per_class": per_class, "steps": steps, "lr": lr, "epochs": epochs}
 
     def build(self, num_classes: int, dim: int) -> None:
@@ -566,10 +555,10 @@ class HyperPrototypes(FedAvg):
         given = locals()
         super().__init__()
         _check_choices(HyperPrototypes.__init__, given)
-        _check_least(1, per_class=per_class)
-        _check_least(0, steps=steps, gradient_samples=gradient_samples, init_std=init_std)
-        _check_least(0, contrastive_weight=contrastive_weight, alignment_weight=alignment_weight)
-        _check_positive(lr=lr, tau=tau)
+        check_least(1, per_class=per_class)
+        check_least(0, steps=steps, gradient_samples=gradient_samples, init_std=init_std)
+        check_least(0, contrastive_weight=contrastive_weight, alignment_weight=alignment_weight)
+        check_above(0, lr=lr, tau=tau)
         code = variant == "code"
         self.per_class, self.steps, self.lr, self.optimizer, self.init_std = per_class, steps, lr, optimizer, init_std
         self.distance: Distance = distance or ("coord" if code else "cos")
