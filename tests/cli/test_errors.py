@@ -178,12 +178,16 @@ def no_key() -> Iterator[None]:
     """W&B is asked for, and no account is known."""
     import netrc
 
+    import wandb
+
+    wandb.teardown()  # W&B reads its environment once a process, and an earlier test may have used it
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "online")
         patch.delenv("WANDB_API_KEY", raising=False)
         patch.setenv("NETRC", "no_netrc")
         patch.setattr(netrc, "netrc", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
         yield
+    wandb.teardown()  # nor may a later one inherit this mode
 
 
 @contextmanager
