@@ -28,7 +28,7 @@ from datamodules.images import (
     fit,
     stratified,
 )
-from datamodules.order import Draw, GlobalBatches, Loader, counter_uniform, ranks
+from datamodules.order import Draw, GlobalBatches, Loader, counter_uniform, describe, ranks
 from datamodules.partitions import (
     by_domain,
     check_alpha,
@@ -218,6 +218,8 @@ class FederatedImages(LightningDataModule):
         ValueError: a number is out of range.
         FileNotFoundError: there is no such source.
     """
+
+    __str__ = describe
 
     def __init__(
         self,

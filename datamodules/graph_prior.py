@@ -44,7 +44,7 @@ from datamodules.graph_structure import (
     two_level_graph,
 )
 from datamodules.nodes import NodeClassification, Nodes
-from datamodules.order import Draw, GlobalBatches, Loader, ranks
+from datamodules.order import Draw, GlobalBatches, Loader, describe, ranks
 
 
 class GraphTask(NamedTuple):
@@ -643,6 +643,8 @@ class GraphPrior(LightningDataModule):
     Raises:
         ValueError: a number is out of range, or the prior has no such setting.
     """
+
+    __str__ = describe
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from datamodules.checks import DISK_FULL, check_fractions, check_least, check_seeds, read_npz
-from datamodules.order import Draw, GlobalBatches, Loader, counter_uniform, ranks
+from datamodules.order import Draw, GlobalBatches, Loader, counter_uniform, describe, ranks
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".webp")
 
@@ -241,6 +241,8 @@ class ImageClassification(LightningDataModule):
         ValueError: a number is out of range.
         FileNotFoundError: there is no such source.
     """
+
+    __str__ = describe
 
     def __init__(
         self,

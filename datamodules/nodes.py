@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from datamodules.checks import DISK_FULL, check_least, check_seeds, read_csv
-from datamodules.order import Draw, GlobalBatches, Loader, ranks
+from datamodules.order import Draw, GlobalBatches, Loader, describe, ranks
 
 Kind = Literal["numeric", "fraction", "categorical", "dense"]
 MISSING = {"", "na", "nan", "null", "none", "n/a"}
@@ -487,6 +487,8 @@ class NodeClassification(LightningDataModule):
     Raises:
         ValueError: a number is out of range.
     """
+
+    __str__ = describe
 
     def __init__(
         self,

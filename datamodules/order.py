@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,6 +163,18 @@ def ranks(datamodule: LightningDataModule) -> dict[str, int]:
     if trainer is None:
         return {"rank": 0, "world_size": 1}
     return {"rank": trainer.global_rank, "world_size": trainer.world_size}
+
+
+def describe(datamodule: LightningDataModule) -> str:
+    """What a data module prints as: the batches of an epoch in each stage that is set up.
+
+    Lightning's own text takes every loader for a `DataLoader`, and would iterate over a `Loader`.
+    """
+    batches = []
+    for stage in ("train", "val", "test"):
+        with suppress(Exception):  # before `setup`, each kind of data raises its own
+            batches.append(f"{len(getattr(datamodule, f'{stage}_dataloader')())} {stage}")
+    return f"{type(datamodule).__name__}, batches: {', '.join(batches) or 'call setup() first'}"
 
 
 def counter_uniform(seed: int, epoch: int, items: np.ndarray, n: int) -> Tensor:

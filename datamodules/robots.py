@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from datamodules import metaworld
 from datamodules.checks import check_fractions, check_least, check_seeds
-from datamodules.order import Draw, GlobalBatches, Loader, ranks
+from datamodules.order import Draw, GlobalBatches, Loader, describe, ranks
 from datamodules.recordings import Keys, Recordings, read
 
 
@@ -128,6 +128,8 @@ class RobotDemonstrations(LightningDataModule):
         ValueError: If a number is out of range or a task unknown.
         FileNotFoundError: If there is no such file or folder.
     """
+
+    __str__ = describe
 
     def __init__(
         self,

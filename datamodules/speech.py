@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from datamodules.checks import check_least, check_ranges, check_seeds, read_csv, read_text
 from datamodules.espeak import speak_in_new_process
-from datamodules.order import Draw, GlobalBatches, Loader, counter_uniform, ranks
+from datamodules.order import Draw, GlobalBatches, Loader, counter_uniform, describe, ranks
 
 AUDIO_ENDINGS = (".wav", ".flac", ".ogg", ".mp3", ".opus")
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -612,6 +612,8 @@ class SpeechText(LightningDataModule):
         FileNotFoundError: a source does not exist.
     """
 
+    __str__ = describe
+
     def __init__(
         self,
         source: str = "made",
@@ -660,12 +662,6 @@ class SpeechText(LightningDataModule):
         self.predict_source = predict_source
         made_unseen = self.made.unseen_voices if "made" in (source, *self.more) else []
         self.unseen = set(made_unseen if unseen_speakers is None else map(str, unseen_speakers))
-
-    def __str__(self) -> str:
-        """Source, and the number of utterances in each split once they are known."""
-        splits = self.__dict__.get("_splits", {})
-        counts = ", ".join(f"{len(rows)} {name}" for name, (rows, *_) in splits.items())
-        return f"{type(self).__name__}({self.source!r}): {counts or 'not set up'}"
 
     def _check_sources(self) -> None:
         for path in (self.source, *self.more):

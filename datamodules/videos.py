@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from datamodules import metaworld
 from datamodules.checks import check_fractions, check_least, check_seeds, read_csv, read_npz
-from datamodules.order import Draw, GlobalBatches, Loader, ranks
+from datamodules.order import Draw, GlobalBatches, Loader, describe, ranks
 from datamodules.progress import progress
 
 CAPTIONS = "captions.csv"
@@ -323,6 +323,8 @@ class ExpertVideos(LightningDataModule):
         ValueError: If a number is out of range or a task unknown.
         FileNotFoundError: If the folder does not exist.
     """
+
+    __str__ = describe
 
     def __init__(
         self,

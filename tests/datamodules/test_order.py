@@ -3,9 +3,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import Dataset
 
-from datamodules.order import GlobalBatches, Loader, counter_uniform
+import datamodules
+from datamodules.order import GlobalBatches, Loader, counter_uniform, describe
 
 
 class Numbers(Dataset):
@@ -114,3 +116,27 @@ def test_counter_numbers_are_uniform_and_independent():
     centred = x - 0.5
     assert (centred[:, 0] * centred[:, 1]).mean().abs() < 5 / 12 / 200_000**0.5
     assert (centred[1:, 0] * centred[:-1, 0]).mean().abs() < 5 / 12 / 200_000**0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "batches"),
+    [
+        ("ImageClassification", {"batch_size": 100}, "12 train, 2 val, 4 test"),
+        ("FederatedImages", {"clients": 3}, "1 train, 1 val, 1 test"),
+        ("NodeClassification", {}, "10 train, 1 val, 1 test"),
+        ("GraphPrior", {"batch_size": 4, "graphs_per_epoch": 8}, "2 train, 16 val"),
+    ],
+)
+def test_a_data_module_prints_as_what_it_holds(name, options, batches, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = getattr(datamodules, name)(**options)
+    str(data)  # no error
+    data.prepare_data()
+    data.setup("fit")
+    assert str(data) == f"{name}, batches: {batches}"
+
+
+def test_every_data_module_prints_so():
+    kinds = [value for name in datamodules.__all__ if isinstance(value := getattr(datamodules, name), type)]
+    kinds = [kind for kind in kinds if issubclass(kind, LightningDataModule)]
+    assert len(kinds) == 7 and all(kind.__str__ is describe for kind in kinds)

@@ -92,3 +92,26 @@ def test_centroid_finds_a_shaded_object_by_its_colour():
     error = centroid_error(frames, torch.tensor([[8.0, 5.0], [19.0, 9.0]]), red.tolist())
     torch.testing.assert_close(error, torch.tensor([0.0, 5.0]), atol=0.1, rtol=0)
     assert centroid_error(torch.full((3, 20, 30), 0.5), torch.zeros(2), red.tolist()).isnan()
+
+
+@pytest.mark.parametrize("task", ["button-press-topdown-v3", "door-open-v3", "drawer-open-v3"])
+def test_the_arms_place_by_colour_is_that_of_the_simulators_geometry(task):
+    """Each pixel of a ray-cast picture comes from one geometry: the red links of the arm are where the colour is."""
+    pytest.importorskip("metaworld")
+    from datamodules.metaworld import Observation, Rays, Simulator
+
+    red, spec = [0.43, 0.08, 0.08], Observation(state="none", image=64)
+    simulator = Simulator(task, spec)
+    simulator.reset(5)
+    model = simulator.env.model
+    rays = Rays(model, simulator.env.data, spec.camera, spec.position, spec.image)
+    links = [g for g in range(model.ngeom) if model.body(model.geom_bodyid[g]).name.startswith("right_")]
+    red_links = [g for g in links if rays.colours[g][0] > 2 * rays.colours[g][1:].max() > 0]
+    for _ in range(5):
+        seen = torch.from_numpy(simulator.observe()["image"]).permute(2, 0, 1) / 255
+        geometry = torch.from_numpy(rays.cast()[1]).view(64, 64).flip(0, 1)  # this camera hangs upside down
+        rows, columns = torch.where(torch.isin(geometry, torch.tensor(red_links, dtype=geometry.dtype)))
+        true = torch.stack([columns.double().mean(), rows.double().mean()])
+        assert torch.linalg.vector_norm(colour_centroid(seen, red) - true) < 0.2  # pixels
+        for _ in range(8):
+            simulator.step(simulator.expert())

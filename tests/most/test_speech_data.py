@@ -204,10 +204,9 @@ def test_rows_that_teach_nothing_are_refused(tmp_path):
 
 def test_it_says_what_it_has(corpus):
     module = SpeechText(made=RECIPE, data_dir=str(corpus))
-    assert str(module) == "SpeechText('made'): not set up"
     module.setup()
-    counts = ", ".join(f"{len(module.split(name))} {name}" for name in ("train", "val", "test"))
-    assert str(module) == f"SpeechText('made'): {counts}"
+    batches = [(name, len(getattr(module, f"{name}_dataloader")())) for name in ("train", "val", "test")]
+    assert str(module) == "SpeechText, batches: " + ", ".join(f"{count} {name}" for name, count in batches)
 
 
 def test_speakers_that_are_numbers_are_held_out_too(tmp_path):
