@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKLTemporalDecoder
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_modules.distributed import log_means, read_checkpoint, shard
 from lightning_modules.hub import FILES, fetch, new_folder, write_card
@@ -154,7 +154,8 @@ class LatentVideoAutoencoder(LightningModule):
         """
         assert self.autoencoder is not None, "call configure_model() first"
         with new_folder(folder) as unfinished:
-            copy.deepcopy(self.autoencoder).to(dtype).save_pretrained(unfinished / "vae")
+            network: Any = nn.Module.to(copy.deepcopy(self.autoencoder), dtype)  # diffusers' own `to` warns of nothing
+            network.save_pretrained(unfinished / "vae")
             numbers = sum(p.numel() for p in self.autoencoder.parameters())
             write_card(unfinished, Path(folder), LatentVideoAutoencoder, numbers)
 

@@ -58,13 +58,14 @@ class VideoDiffusion(LightningModule):
 
     Args:
         unet: Arguments of diffusers' class; those left out are `networks.SMALL_UNET`'s. `num_frames` is the clip's.
+            With `init_from` it counts for a published folder alone: what shall differ there, such as `num_frames`.
         autoencoder: A checkpoint of `LatentVideoAutoencoder`, a folder with diffusers' `vae/`, or "metaworld" for
             the one that comes with the package. If none, an untrained one (to try things out).
         text_encoder: Folder or hub id of a CLIP text model; if none, a table of words is learned.
         vocabulary: Its size; the data's.
         tokens: Words (or CLIP tokens, 20 in VPP) of an instruction; the data's for words.
-        fps: Frames per second that the U-Net is told.
-        guidance: Guidance scale at the last frame, 1 for none; 7.5 in VPP.
+        fps: Frames per second that the U-Net is told. If none, those of `init_from`, or 7.
+        guidance: Guidance scale at the last frame, 1 for none; 7.5 in VPP. If none, that of `init_from`, or 1.
         steps: Steps of the sampler.
         sigma_min: Its smallest noise level.
         sigma_max: Its largest; choose it, with `steps`, for this model before any post-training.
@@ -101,8 +102,8 @@ class VideoDiffusion(LightningModule):
         text_encoder: str | None = None,
         vocabulary: int = 1024,
         tokens: int = 8,
-        fps: float = 7.0,
-        guidance: float = 1.0,
+        fps: float | None = None,
+        guidance: float | None = None,
         steps: int = 20,
         sigma_min: float = 0.002,
         sigma_max: float = 700.0,
@@ -145,10 +146,13 @@ class VideoDiffusion(LightningModule):
     def _start(self) -> VideoModel:
         """The model that training starts from."""
         h = self.hparams
+        told = {name: h[name] for name in ("fps", "guidance") if h[name] is not None}
         if h["init_from"]:
-            return read_model(h["init_from"], self._text())
+            model = read_model(h["init_from"], self._text(), h["unet"])
+            model.config |= told
+            return model
         config, state = read_autoencoder(h["autoencoder"]) if h["autoencoder"] else (dict(SMALL_AUTOENCODER), None)
-        model = VideoModel({**SMALL_UNET, **(h["unet"] or {})}, config, self._text(), h["fps"], h["guidance"])
+        model = VideoModel({**SMALL_UNET, **(h["unet"] or {})}, config, self._text(), **told)
         if state is not None:
             model.autoencoder.load_state_dict(state)
         return model
@@ -389,13 +393,16 @@ def _parts(path: Path) -> dict[str, Any]:
     return parts
 
 
-def read_model(source: str | Path, text: dict[str, Any] | None = None) -> VideoModel:
+def read_model(
+    source: str | Path, text: dict[str, Any] | None = None, unet: dict[str, Any] | None = None
+) -> VideoModel:
     """A video model with its weights.
 
     Args:
         source: A folder (see `video_model`) or its id on the hub, a checkpoint of `VideoDiffusion` or `DynVPP`, or a
             name of `video_model.located`.
-        text: Settings for a folder that has none.
+        text: Settings for a published folder, which has none.
+        unet: What shall differ there from the U-Net's arguments.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -403,7 +410,7 @@ def read_model(source: str | Path, text: dict[str, Any] | None = None) -> VideoM
     """
     path = located(source)
     if path.suffix not in FILES and not (path / ".metadata").is_file():
-        return VideoModel.load(path, text)
+        return VideoModel.load(path, text, unet)
     state = read_state(path)
     model = VideoModel(**_parts(path))
     fill(model, merge({k.removeprefix("model."): v for k, v in state.items()}), path)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from datamodules.checks import check_above, check_least
 from lightning_modules.distributed import gather_batch, log_means
 
-from .diffusion import ROLLOUT, TRAINING, VideoDiffusion, read_model
+from .diffusion import ROLLOUT, TRAINING, VideoDiffusion
 from .lora import add_low_rank
 from .metrics import group_diversity, sharpness
 from .objective import (
@@ -146,7 +146,7 @@ class DynVPP(VideoDiffusion):
                 "DynVPP post-trains a base: name its checkpoint or folder with --model.init_from "
                 "(dyn_vpp/metaworld_base makes one)"
             )
-        return read_model(self.hparams["init_from"], self._text())
+        return super()._start()
 
     def configure_model(self) -> None:
         """Build the model once, and keep a copy of its U-Net where the base is the reference."""

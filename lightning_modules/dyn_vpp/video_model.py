@@ -233,10 +233,11 @@ class VideoModel(nn.Module):
 
         unet = video_unet(self.config["unet"])
         unet.load_state_dict(merge(self.unet.state_dict()))
+        networks: list[tuple[str, Any]] = [("unet", unet), ("vae", copy.deepcopy(self.autoencoder))]
         own = {k: self.config[k] for k in ("text", "fps", "guidance")}
         with new_folder(folder) as unfinished:
-            for name, network in (("unet", unet), ("vae", copy.deepcopy(self.autoencoder))):
-                network.to(dtype).save_pretrained(unfinished / name)
+            for name, network in networks:
+                nn.Module.to(network, dtype).save_pretrained(unfinished / name)  # diffusers' own `to` warns of nothing
             if isinstance(self.text, TokenTable):
                 (unfinished / "text").mkdir()
                 state = {k: v.detach().cpu().contiguous().to(dtype) for k, v in self.text.state_dict().items()}
@@ -246,12 +247,16 @@ class VideoModel(nn.Module):
             write_card(unfinished, Path(folder), VideoDiffusion, sum(p.numel() for p in self.parameters()))
 
     @classmethod
-    def load(cls, folder: str | Path, text: dict[str, Any] | None = None) -> "VideoModel":
+    def load(
+        cls, folder: str | Path, text: dict[str, Any] | None = None, unet: dict[str, Any] | None = None
+    ) -> "VideoModel":
         """Read a folder: one of ours, or one with diffusers' `unet/` and `vae/`; on the meta device, its layout alone.
 
         Args:
             folder: Where it is, or its id on the Hugging Face hub.
-            text: Settings for a folder that has none of ours; its token table then starts untrained.
+            text: Settings for a published folder, which has none of ours; its token table then starts untrained.
+            unet: For such a folder: what shall differ from its U-Net's arguments, such as `num_frames`, of which its
+                weights are independent.
 
         Raises:
             FileNotFoundError: If a part is missing.
@@ -263,17 +268,18 @@ class VideoModel(nn.Module):
         own: dict[str, Any] = {}
         if (folder / "config.json").is_file():
             _, own = read_config(folder, "VideoModel", FORMAT)
+            unet = None
         elif text is None:
             raise ValueError(f"{folder} does not say how text is read: set text_encoder")
         else:
             own = {"text": text}
-        unet = from_folder(UNetSpatioTemporalConditionModel, folder / "unet")
+        network = from_folder(UNetSpatioTemporalConditionModel, folder / "unet")
         autoencoder = from_folder(AutoencoderKLTemporalDecoder, folder / "vae")
-        parts = {"unet": plain(unet.config), "autoencoder": plain(autoencoder.config), **own}
+        parts = {"unet": plain(network.config) | (unet or {}), "autoencoder": plain(autoencoder.config), **own}
         model = instantiate(cls, parts, folder)
         if torch.get_default_device().type == "meta":
             return model
-        fill(model.unet, unet.state_dict(), folder / "unet")
+        fill(model.unet, network.state_dict(), folder / "unet")
         fill(model.autoencoder, autoencoder.state_dict(), folder / "vae")
         if (path := folder / "text" / "model.safetensors").is_file():
             fill(model.text, read_tensors(path), path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from diffusers import AutoencoderKLTemporalDecoder, UNetSpatioTemporalConditionModel
+from diffusers.models import modeling_utils
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -20,7 +21,14 @@ from datamodules.videos import ExpertVideos
 from lightning_modules import DynVPP, LatentVideoAutoencoder, VideoDiffusion
 from lightning_modules.distributed import log_means
 from lightning_modules.dyn_vpp.diffusion import read_model
-from lightning_modules.dyn_vpp.networks import SVD_AUTOENCODER, SVD_UNET
+from lightning_modules.dyn_vpp.networks import (
+    SMALL_AUTOENCODER,
+    SMALL_UNET,
+    SVD_AUTOENCODER,
+    SVD_UNET,
+    video_autoencoder,
+    video_unet,
+)
 from lightning_modules.dyn_vpp.video_model import VideoModel, located
 from tests.dyn_vpp.toys import AUTOENCODER, DATA, UNET, write_folder
 from tests.helpers import refusal, weights
@@ -140,14 +148,35 @@ def test_folder_is_diffusers_own_and_predicts_the_same(home, base):
         VideoDiffusion.from_pretrained(home / "folder")
 
 
-def test_half_precision_files_are_read_as_float32(home, base):
+def test_half_precision_files_are_read_as_float32(home, base, monkeypatch):
     module = VideoDiffusion.load_from_checkpoint(base)
+    warnings: list[str] = []
+    monkeypatch.setattr(modeling_utils.logger, "warning", warnings.append)
     module.save_pretrained(home / "half", torch.bfloat16)
     again = VideoDiffusion.from_pretrained(home / "half", **SAMPLER).state_dict()
     whole = module.state_dict()
     assert all(v.dtype == torch.float32 and torch.equal(v, whole[k].bfloat16().float()) for k, v in again.items())
+    assert not warnings, "diffusers' `to` warns that no modules should stay in float32"
     files = sum(p.stat().st_size for p in (home / "half").rglob("*.safetensors"))
     assert files < 0.6 * sum(4 * v.numel() for v in whole.values())
+
+
+def test_a_published_folder_takes_the_options_that_it_does_not_bring(tmp_path):
+    """As Stable Video Diffusion's: 25 frames, nothing about text, frame rate and guidance."""
+    torch.manual_seed(0)
+    unet = video_unet({**SMALL_UNET, **UNET, "num_frames": 25})
+    unet.save_pretrained(tmp_path / "unet")
+    video_autoencoder({**SMALL_AUTOENCODER, **AUTOENCODER}).save_pretrained(tmp_path / "vae")
+    told = {"unet": {"num_frames": 4}, "fps": 4.0, "guidance": 7.5, **TEXT}
+    module = DynVPP(str(tmp_path), **SAMPLER, **told)
+    module.configure_model()
+    assert module.model.frames == 4
+    assert (module.model.config["fps"], module.model.config["guidance"]) == (4, 7.5)
+    assert torch.equal(module.model.unet.conv_in.weight, unet.conv_in.weight)
+    module.save_pretrained(tmp_path / "ours")
+    for options, expected in (({}, (4, 7.5)), ({"fps": 5.0, "guidance": 1.0}, (5, 1))):  # a folder of ours brings them
+        again = VideoDiffusion.from_pretrained(tmp_path / "ours", **SAMPLER, **options)
+        assert (again.model.frames, again.model.config["fps"], again.model.config["guidance"]) == (4, *expected)
 
 
 def test_latents_are_those_of_the_encoder_and_kept(home, base):
