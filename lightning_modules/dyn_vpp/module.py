@@ -8,6 +8,7 @@ equations to functions and lists where this differs from the released code.
 import copy
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from .objective import (
     policy_loss,
 )
 from .rewards import latent_reward, pixel_reward
-from .sampler import context_noise, hybrid_schedule, predict, rollout
+from .sampler import Step, context_noise, hybrid_schedule, predict, rollout
 from .video_model import VideoModel
 
 
@@ -55,6 +56,7 @@ class DynVPP(VideoDiffusion):
         init_from: The base: a folder or a checkpoint, see `VideoDiffusion`.
         group: Samples of a context.
         stochastic: Steps of the sampler that add noise and are trained; the paper's is the first.
+        step_share: Share of these steps that an update trains, drawn anew for each rollout; 0.6 in DanceGRPO.
         step_kind: See `sampler.hybrid_schedule`.
         eta: Amount of noise, in (0, 1].
         shared_noise: Whether a group starts from one initial noise.
@@ -97,6 +99,7 @@ class DynVPP(VideoDiffusion):
         init_from: str | None = None,
         group: int = 8,
         stochastic: list[int] = [0],  # noqa: B006
+        step_share: float = 1.0,
         step_kind: Literal["ancestral", "drift"] = "ancestral",
         eta: float = 1.0,
         shared_noise: bool = True,
@@ -130,6 +133,8 @@ class DynVPP(VideoDiffusion):
             raise ValueError(f"group {group} has nothing to compare with: use at least 2 samples per context")
         if not stochastic:
             raise ValueError("stochastic names no step: without noise there is nothing to choose from")
+        if not 0 < step_share <= 1:
+            raise ValueError(f"step_share {step_share} is outside (0, 1]")
         check_least(1, inner_epochs=inner_epochs, micro_batch=micro_batch, lora_rank=lora_rank)
         check_above(0, clip=clip, advantage_bound=advantage_bound, max_grad_norm=max_grad_norm)
         check_least(0, kl_weight=kl_weight, drift_weight=drift_weight, anchor_weight=anchor_weight)
@@ -212,6 +217,14 @@ class DynVPP(VideoDiffusion):
         shape = (starts + g * len(h["stochastic"]), *latents.shape[1:])
         draws = context_noise(index.tolist(), shape, h["seed"], ROLLOUT, self.current_epoch).to(latents)
         return draws[:, :starts], list(draws[:, starts:].split(g, dim=1))
+
+    def _trained_steps(self, steps: list[Step]) -> list[Step]:
+        """The stochastic steps that train; a choice among them is a function of (seed, rollout), alike on all ranks."""
+        h = self.hparams
+        count = max(1, round(h["step_share"] * len(steps)))
+        rollouts = self.trainer.global_step // h["inner_epochs"]
+        chosen = np.random.default_rng([h["seed"], rollouts]).permutation(len(steps))[:count]
+        return [steps[i] for i in sorted(chosen)]
 
     def _advantages(self, rewards: Tensor) -> Advantages:
         """Of this rank's contexts; statistics of the batch are over all ranks."""
@@ -303,7 +316,8 @@ class DynVPP(VideoDiffusion):
             rewards = rewards + h["pixel_weight"] * pixel_reward(2 * decoded - 1, batch.video[:, None])
         advantages = self._advantages(rewards)
 
-        updates = [self._update(batch, latents, condition, result.steps, advantages) for _ in range(h["inner_epochs"])]
+        steps = self._trained_steps(result.steps)
+        updates = [self._update(batch, latents, condition, steps, advantages) for _ in range(h["inner_epochs"])]
 
         watched = {
             "reward": rewards[rewards.isfinite()].mean(),

@@ -29,6 +29,7 @@ from lightning_modules.dyn_vpp.networks import (
     video_autoencoder,
     video_unet,
 )
+from lightning_modules.dyn_vpp.rewards import latent_reward
 from lightning_modules.dyn_vpp.video_model import VideoModel, located
 from tests.dyn_vpp.toys import AUTOENCODER, DATA, UNET, write_folder
 from tests.helpers import refusal, weights
@@ -305,6 +306,70 @@ def test_adapters_alone_are_trained_and_merged_on_saving(home, base):
     assert any(not torch.equal(v, before[f"model.{k}"]) for k, v in merged.state_dict().items())
 
 
+CLIP = {"advantages": "clip", "clip": 1e-4}
+STEPS = {"steps": 4, "stochastic": [0, 1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        (STEPS | CLIP | {"shared_noise": False, "baseline": "batch", "scale": "batch"}, 3),  # DDPO
+        (STEPS | CLIP | {"shared_noise": False, "kl_weight": 0.01}, 3),  # Flow-GRPO
+        (STEPS | CLIP | {"step_kind": "drift", "eta": 0.25, "keep": 2, "step_share": 0.6}, 2),  # DanceGRPO
+    ],
+)
+def test_related_algorithms_are_settings(home, base, options, passes):
+    module = post(base, rescale=True, **options)
+    trained: list = []
+    update = module._update
+    module._update = lambda *args: trained.append([s.transition for s in args[3]]) or update(*args)
+    backward, count = module.manual_backward, []
+    module.manual_backward = lambda loss: count.append(1) or backward(loss)
+    trainer(home / "related", max_steps=1, limit_val_batches=0).fit(module, data(home, batch_size=2))
+    assert sum(count) == passes
+    before = weights(base)
+    assert any(not torch.equal(before[k], v) for k, v in module.state_dict().items())
+    assert all(len(steps) == passes and steps == sorted(steps, reverse=True) for steps in trained)
+
+
+def test_the_choice_of_steps_is_a_function_of_seed_and_rollout(base):
+    def choices(seed, rollouts=range(40)):
+        module = post(base, seed=seed, inner_epochs=2, step_share=0.6, **STEPS)
+        found = []
+        for number in rollouts:
+            module._trainer = SimpleNamespace(global_step=2 * number)  # which a checkpoint brings back
+            found.append(tuple(module._trained_steps([0, 1, 2])))
+        return found
+
+    assert set(choices(0)) == {(0, 1), (0, 2), (1, 2)}
+    assert choices(0)[7:] == choices(0, range(7, 40)) != choices(1, range(7, 40))
+    with pytest.raises(ValueError, match=r"step_share 0\.0 is outside \(0, 1\]"):
+        post(base, step_share=0.0)
+
+
+def test_rewards_that_are_not_finite_are_left_out_and_counted(home, base, monkeypatch):
+    seen: list = []
+
+    def reward(prediction, target, **weights):
+        rewards = latent_reward(prediction, target, **weights)
+        if prediction.shape[1:2] == (4,):  # the group
+            rewards[0, 1, 2], rewards[1, :, 1] = math.nan, math.inf
+        seen.append(rewards)
+        return rewards
+
+    monkeypatch.setattr("lightning_modules.dyn_vpp.module.latent_reward", reward)
+    module = post(base)
+    logged: dict = {}
+    module.log_dict = lambda values, **_: logged.update(values)
+    trainer(home / "nonfinite", max_steps=1, limit_val_batches=0).fit(module, data(home))
+    assert logged["train/nonfinite"] == 5
+    assert logged["train/reward"] == pytest.approx(seen[0][seen[0].isfinite()].mean().item())
+    assert all(v.isfinite() for v in logged.values())
+    before, after = weights(base), module.state_dict()
+    assert all(v.isfinite().all() for v in after.values())
+    assert any(not torch.equal(before[k], v) for k, v in after.items())
+
+
 def test_reference_is_neither_trained_nor_saved(home, base):
     module = post(base, drift_weight=1.0, kl_weight=0.1, inner_epochs=2)
     logged: dict = {}
@@ -318,10 +383,11 @@ def test_reference_is_neither_trained_nor_saved(home, base):
 
 
 def test_resumed_equals_uninterrupted(home, base):
-    whole = post(base)
+    options = {"stochastic": [0, 1], "step_share": 0.5}
+    whole = post(base, **options)
     keep = ModelCheckpoint(home / "kept", filename="{step}", every_n_train_steps=3, save_top_k=-1)
     trainer(home / "whole", max_steps=4, limit_val_batches=0, callbacks=[keep]).fit(whole, data(home))
-    resumed = post(base)
+    resumed = post(base, **options)
     run = trainer(home / "resumed", max_steps=4, limit_val_batches=0)
     run.fit(resumed, data(home), ckpt_path=home / "kept" / "step=3.ckpt", weights_only=True)  # inside an epoch
     assert all(torch.equal(v, resumed.state_dict()[k]) for k, v in whole.state_dict().items())
