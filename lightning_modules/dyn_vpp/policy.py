@@ -34,6 +34,8 @@ class VideoPolicy(LightningModule):
 
     Args:
         init_from: The video model: a folder or a checkpoint of `VideoDiffusion` or `DynVPP`, or "metaworld".
+        other_video: For a trained policy (a checkpoint, `--ckpt_path`): another video model instead of the one that it
+            was trained on, of the same sizes, named as `init_from`; so "new video model, old action head".
         action_dim: Numbers of an action; taken from the data if none.
         horizon: Planned steps.
         action_steps: Steps executed before the next plan.
@@ -62,6 +64,7 @@ class VideoPolicy(LightningModule):
     def __init__(
         self,
         init_from: str | None = None,
+        other_video: str | None = None,
         action_dim: int | None = None,
         horizon: int = 10,
         action_steps: int = 10,
@@ -147,13 +150,29 @@ class VideoPolicy(LightningModule):
             shard(part, self.block_types, self.device_mesh)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the networks if there are none yet (`load_from_checkpoint`)."""
+        """Build the networks if there are none yet (`load_from_checkpoint`); exchange the video model if asked to.
+
+        Raises:
+            ValueError: If the other video model has other sizes.
+        """
         if self.model is None:
             self.configure_model()
+        if source := self.hparams["other_video"]:
+            assert self.model is not None
+            own, other = self.model.video, read_model(source)
+            sizes = [{k: v.shape for k, v in m.state_dict().items()} for m in (own, other)]
+            if sizes[0] != sizes[1] or own.frames != other.frames:
+                raise ValueError(f"other_video {source} has other sizes than the policy's own video model")
+            own.config = other.config
+            own.autoencoder.register_to_config(scaling_factor=other.autoencoder.config.scaling_factor)
+            checkpoint["state_dict"] |= {f"model.video.{k}": v for k, v in other.state_dict().items()}
+            self.hparams.update(networks=other.parts(), other_video=None)  # from now on it is the policy's own
 
     def on_fit_start(self) -> None:
         """Fit the normalisation of actions, unless it came with the weights."""
         assert self.model is not None
+        if self.hparams["other_video"]:
+            raise ValueError("other_video is for a trained policy: name its checkpoint with --ckpt_path")
         if not self.model.fitted:
             self.model.fit(self.trainer.datamodule.actions().to(self.device))
 

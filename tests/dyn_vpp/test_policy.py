@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from datamodules import ExpertVideos
 from lightning_modules import VideoPolicy
@@ -113,6 +114,30 @@ def test_the_policy_object_hands_out_planned_chunks(model, tmp_path):
         assert torch.equal(module(observation, noise), own)
 
 
+def test_an_old_head_acts_on_another_video_model(model, tmp_path):
+    policy = VideoPolicy(**SIZES, sigma_max=5.0, action_noise_levels=3, networks=model.video.parts())
+    policy.model = model
+    run = Trainer(logger=False, accelerator="cpu", default_root_dir=tmp_path, enable_model_summary=False)
+    run.strategy.connect(policy)
+    run.save_checkpoint(tmp_path / "policy.ckpt")
+    other = VideoModel(**model.video.parts() | {"fps": 5.0})  # random weights of its own
+    other.autoencoder.register_to_config(scaling_factor=2.0)
+    other.save(tmp_path / "other")
+    mixed = VideoPolicy.load_from_checkpoint(tmp_path / "policy.ckpt", other_video=str(tmp_path / "other"))
+    expected = model.state_dict() | {f"video.{k}": v for k, v in other.state_dict().items()}
+    assert not torch.equal(expected["video.unet.conv_in.weight"], model.video.unet.conv_in.weight)
+    assert all(torch.equal(v, expected[k]) for k, v in mixed.model.state_dict().items())
+    assert mixed.model.video.config["fps"] == 5 and mixed.model.video.autoencoder.config.scaling_factor == 2
+    assert mixed.hparams["other_video"] is None and mixed.hparams["networks"]["fps"] == 5
+    longer = VideoModel(**{**other.parts(), "unet": {**other.parts()["unet"], "num_frames": 5}})
+    longer.save(tmp_path / "longer")
+    with pytest.raises(ValueError, match="has other sizes than the policy's own video model"):
+        VideoPolicy.load_from_checkpoint(tmp_path / "policy.ckpt", other_video=str(tmp_path / "longer"))
+    with pytest.raises(ValueError, match="other_video is for a trained policy"):
+        policy.hparams["other_video"] = "other"
+        policy.on_fit_start()
+
+
 def test_refusals(video, tmp_path):
     with pytest.raises(ValueError, match="the policy's actions are not fitted"):
         VideoRolloutPolicy(ActionModel(video, ActionConfig(**SIZES)), [1])
@@ -146,6 +171,12 @@ def test_it_trains_on_clips_and_acts_in_the_simulator(video, tmp_path):
     assert {"test/loss", "test/action_error", "test/success_rate", "test/latency_ms"} <= metrics.keys()
     run(["predict", *again], tmp_path / "runs")
     assert "action_2_3" in (folder / "predictions.csv").read_text().splitlines()[0]
+    video.unet.conv_in.weight.data.mul_(2)  # a post-trained one
+    video.save(tmp_path / "post")
+    run(["test", *again, "--model.other_video", str(tmp_path / "post")], tmp_path / "runs")
+    other = json.loads((folder / "test_metrics.json").read_text())
+    assert other["test/loss"] != metrics["test/loss"] and "test/success_rate" in other
+    video.unet.conv_in.weight.data.div_(2)
     module = VideoPolicy.load_from_checkpoint(last)
     assert module.hparams["action_dim"] == 4 and module.model.fitted
     frozen = module.model.video.state_dict()
