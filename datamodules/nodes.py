@@ -3,6 +3,7 @@
 import inspect
 import math
 import os
+import pickle
 import shutil
 import tempfile
 import warnings
@@ -24,6 +25,7 @@ from datamodules.order import Draw, GlobalBatches, Loader, describe, ranks
 
 Kind = Literal["numeric", "fraction", "categorical", "dense"]
 MISSING = {"", "na", "nan", "null", "none", "n/a"}
+GRAPHLAND = ("numerical_features", "fraction_features", "categorical_features", "regression_targets")
 
 
 class Nodes(NamedTuple):
@@ -183,10 +185,15 @@ def read_data(path: Path) -> Any:
     with torch.serialization.safe_globals([Data, DataEdgeAttr, DataTensorAttr, BaseStorage, GlobalStorage]):
         try:
             data = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            if "weights only" not in str(error).lower():
-                raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
-            raise ValueError(f"{path} holds objects that run code when loaded; refused: save a plain Data") from None
+        except Exception as error:  # a broken file raises many kinds
+            reason = str(error)
+            if any(words in reason for words in ("GLOBAL", "Trying to", "Unsupported class")):
+                raise ValueError(
+                    f"{path} holds objects that run code when loaded; refused: save a plain Data"
+                ) from None
+            if isinstance(error, pickle.UnpicklingError):
+                reason = "it is no file of torch.save, or broken"
+            raise ValueError(f"{path} cannot be read: {reason.splitlines()[0]}") from None
     if isinstance(data, dict):
         data = Data.from_dict(data)
     if not isinstance(data, Data):
@@ -214,7 +221,7 @@ def download(source: str, root: Path) -> Any:
         named = {known.lower(): known for known in datasets.__all__}
         near = [named[k] for k in get_close_matches(kind.lower(), named, n=3)]
         hint = f"did you mean {' or '.join(near)}?" if near else "try Planetoid/Cora, or a folder with nodes.csv"
-        raise ValueError(f"torch-geometric has no data set {kind}: {hint}")
+        raise ValueError(f"{source} is no folder here, and torch-geometric has no data set {kind}: {hint}")
     dataset, home = getattr(datasets, kind), root / kind
     takes = inspect.signature(dataset).parameters
     if "root" not in takes:
@@ -225,9 +232,9 @@ def download(source: str, root: Path) -> Any:
         raise ValueError(f"{kind} stands for several data sets: name one, as {kind}/NAME (Planetoid/Cora, for example)")
     if name and "name" not in takes:
         raise ValueError(f"{source}: {kind} is one data set and takes no name: leave out /{name}")
-    arguments = {"name": name} if name else {}
-    if kind == "GraphLandDataset":  # ordinal codes, as GraphPFN reads them, and the split of its experiments
-        arguments |= {"split": "RL"}
+    arguments: dict[str, Any] = {"name": name} if name else {}
+    if kind == "GraphLandDataset":  # the split of the paper's experiments; columns are prepared here, not there
+        arguments |= {"split": "RL"} | {f"{part}_transform": None for part in GRAPHLAND}
     try:
         try:
             found = _if_there(dataset)(str(home), **arguments)
@@ -265,7 +272,7 @@ def _if_there(dataset: Any) -> Any:
     return type(dataset.__name__, (dataset,), {"_download": _download})
 
 
-def _fetch(dataset: Any, arguments: dict[str, str], home: Path) -> None:
+def _fetch(dataset: Any, arguments: dict[str, Any], home: Path) -> None:
     home.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{home.name}-", dir=home.parent))
     try:
@@ -281,8 +288,8 @@ def _fetch(dataset: Any, arguments: dict[str, str], home: Path) -> None:
 def table_of(data: Any, split: int, name: str) -> Table:
     """A `Data` as a table.
 
-    Wide or purely binary features are `dense`; others become columns. Features that only number the nodes (an
-    identity matrix) are dropped.
+    Wide or purely binary features are `dense`; others become columns, those of an `x_categorical_mask`, which GraphLand
+    brings, categories. Features that only number the nodes (an identity matrix) are dropped.
 
     Args:
         data: with `edge_index`, `y`, and perhaps `x` and masks.
@@ -299,13 +306,17 @@ def table_of(data: Any, split: int, name: str) -> Table:
             raise ValueError(f"{name} has {size} rows of {key} for {n} nodes")
     edges = data.edge_index.numpy().astype(np.int64)
     if edges.size and (edges.max() >= n or edges.min() < 0):
-        raise ValueError(f"{name} joins node {edges.max()}, it has the nodes 0 to {n - 1}")
-    x = data.x.to_dense().numpy() if getattr(data, "x", None) is not None else np.empty((n, 0))
+        strange = edges.max() if edges.max() >= n else edges.min()
+        raise ValueError(f"{name} joins node {strange}, it has the nodes 0 to {n - 1}")
+    x = data.x.detach().to_dense().double().numpy() if getattr(data, "x", None) is not None else np.empty((n, 0))
     x = x.reshape(n, -1)
     if x.shape[1] == n and np.array_equal(x, np.eye(n)):
         x = np.empty((n, 0))
-    dense = x.shape[1] > 100 or bool(np.isin(x, (0, 1)).all())
-    columns = {} if dense else {f"feature_{i}": x[:, i].astype(float) for i in range(x.shape[1])}
+    categorical = getattr(data, "x_categorical_mask", None)
+    dense = categorical is None and (x.shape[1] > 100 or bool(np.isin(x, (0, 1)).all()))
+    columns = {} if dense else {f"feature_{i}": x[:, i] for i in range(x.shape[1])}
+    for i in [] if categorical is None else categorical.nonzero().flatten().tolist():
+        columns[f"feature_{i}"] = np.array([f"{v:g}" if v == v else None for v in x[:, i]], dtype=object)
     masks = {}
     for part in ("train", "val", "test"):
         mask = getattr(data, f"{part}_mask", None)
@@ -314,7 +325,7 @@ def table_of(data: Any, split: int, name: str) -> Table:
             if split >= masks[part].shape[1]:
                 raise ValueError(f"{name} has {masks[part].shape[1]} splits: split_index {split} is too high")
             masks[part] = masks[part][:, split]
-    y = data.y.reshape(-1).numpy().astype(float)
+    y = data.y.detach().reshape(-1).double().numpy()
     wide = x.astype(np.float32) if dense else np.empty((n, 0), dtype=np.float32)
     return Table(columns, wide, edges, y, masks, [str(i) for i in range(n)])
 
@@ -566,7 +577,7 @@ class NodeClassification(LightningDataModule):
         y, class_names = self._labels(table)
         known = y >= 0 if class_names else ~np.isnan(y)
         self.parts = {k: torch.from_numpy(v) for k, v in self._split(table, y, known, bool(class_names)).items()}
-        x = self._features(table, edges, self.parts["train"].numpy())
+        x = self._features(table, edges)
         none = torch.zeros(len(y), dtype=torch.bool)
         self.nodes = Nodes(
             torch.from_numpy(x.astype(np.float32)),
@@ -609,7 +620,7 @@ class NodeClassification(LightningDataModule):
             raise ValueError(f"{self.source}: all labelled nodes are of one class, {distinct[0]!r}")
         code = {value: i for i, value in enumerate(distinct)}
         y = np.array([code[v] if there else -1 for v, there in zip(target.tolist(), known, strict=True)])
-        names = [str(v) if strings else f"{v:g}" for v in distinct]
+        names = [str(v) if strings else f"{v:.15g}" for v in distinct]
         counts = ", ".join(f"{name} ({int((y == i).sum())})" for i, name in enumerate(names[:10]))
         more = "" if len(names) <= 10 else f" and {len(names) - 10} more"
         self.said.append(f"target: {len(names)} classes, {counts}{more}; {int((~known).sum())} nodes unlabelled")
@@ -643,7 +654,7 @@ class NodeClassification(LightningDataModule):
         self.said.append(f"split: random with seed {self.seed}, {counts}")
         return parts
 
-    def _features(self, table: Table, edges: NDArray[Any], train: NDArray[Any]) -> NDArray[Any]:
+    def _features(self, table: Table, edges: NDArray[Any]) -> NDArray[Any]:
         kinds: dict[str, Any] = {name: kind_of(values) for name, values in table.columns.items()}
         unknown = set(self.columns) - set(kinds)
         if unknown:
@@ -658,6 +669,10 @@ class NodeClassification(LightningDataModule):
             distinct = len(set(values[there].tolist()))
             if distinct < 2:
                 self.said.append(f"column {name}: constant or empty, left out")
+                del kept[name]
+                continue
+            if values.dtype == object and distinct == there.sum() and name not in self.columns:
+                self.said.append(f"column {name}: words, another one at every node, left out")
                 del kept[name]
                 continue
             gone = f", {int((~there).sum())} missing become the most frequent value" if not there.all() else ""
@@ -693,12 +708,7 @@ class NodeClassification(LightningDataModule):
         if (self.structure < 0 and given == 0) or self.structure > 0:
             x = np.concatenate([x, structure_columns(edges, len(table.node), made)], axis=1)
             self.said.append(f"log-degree, log-PageRank and {made} Laplacian eigenvectors added as columns")
-        varies = (x[train] != x[train][:1]).any(0) if train.any() else np.ones(x.shape[1], dtype=bool)
-        if x.shape[1] and not varies.any():
-            raise ValueError(
-                f"{self.source}: all feature columns are constant on the {int(train.sum())} labelled training nodes"
-            )
-        return x[:, varies]
+        return x
 
     def _check_classes(self, names: list[str]) -> None:
         assert self.nodes is not None, "call setup() first"
@@ -713,9 +723,33 @@ class NodeClassification(LightningDataModule):
 
     # ------------------------------------------------------------------------------------------- loaders
 
-    def _loader(self, context: Tensor, query: Tensor, steps: int) -> Loader:
+    def batch(self, context: Tensor, query: Tensor) -> Nodes:
+        """The graph with a context and a query, without the columns that are constant in the context.
+
+        Args:
+            context: labelled nodes to learn from (n,) bool.
+            query: nodes to predict (n,) bool.
+
+        Raises:
+            ValueError: all columns are constant in the context.
+        """
         assert self.nodes is not None, "call setup() first"
-        nodes = self.nodes._replace(context=context, query=query)
+        x = self.nodes.x
+        varies = (x[context] != x[context][:1]).any(0)
+        labelled = f"constant on the {int(context.sum())} labelled nodes to learn from"
+        if len(varies) and not varies.any():
+            raise ValueError(f"{self.source}: all feature columns are {labelled}: label others, or set structure to 8")
+        line = f"{int((~varies).sum())} of {len(varies)} prepared columns are {labelled}, left out"
+        if not varies.all() and line not in self.said:
+            self._say(line)
+        return self.nodes._replace(x=x[:, varies], context=context, query=query)
+
+    def _say(self, line: str) -> None:
+        self.said.append(line)
+        rank_zero_info(line)
+
+    def _loader(self, context: Tensor, query: Tensor, steps: int) -> Loader:
+        nodes = self.batch(context, query)
         where = ranks(self)
         size = where["world_size"]
         batches = GlobalBatches(steps * size, size, shuffle=False, drop_last=False, seed=self.seed, **where)
@@ -744,4 +778,6 @@ class NodeClassification(LightningDataModule):
         y = self.nodes.y
         known = ~y.isnan() if self.nodes.classes == 0 else y >= 0
         context = self.parts["train"] if known.all() else known
+        labelled = f"{int(context.sum())} {'training' if known.all() else 'labelled'} nodes"
+        self._say(f"predict: the {labelled} are the context, the other {int((~context).sum())} are predicted")
         return self._loader(context, ~context, 1)

@@ -9,7 +9,16 @@ from torch_geometric import datasets
 from torch_geometric.data import Data, InMemoryDataset
 
 from datamodules import NodeClassification
-from datamodules.nodes import clean_edges, kind_of, prepare_column, read_data, structure_columns
+from datamodules.nodes import (
+    clean_edges,
+    download,
+    kind_of,
+    prepare_column,
+    principal_components,
+    read_data,
+    structure_columns,
+    table_of,
+)
 
 
 def write(folder, nodes, edges):
@@ -75,6 +84,22 @@ def test_parquet_reads_like_csv(tmp_path):
     data.setup()
     assert torch.equal(data.nodes.x, expected.nodes.x)
     assert torch.equal(data.nodes.y, expected.nodes.y)
+
+
+def test_edges_may_be_parquet_and_ids_numbers(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "g").mkdir()
+    nodes = {"id": [10, 20, 30, 40], "x": [1.5, None, 2.5, 3.5], "old": [True, False, True, None], "y": [0, 1, 0, 1]}
+    parquet.write_table(pa.table(nodes), tmp_path / "g" / "nodes.parquet")
+    parquet.write_table(pa.table({"src": [10, 20], "dst": [20, 40]}), tmp_path / "g" / "edges.parquet")
+    data = NodeClassification(str(tmp_path / "g"), labels_per_class=1)
+    data.setup()
+    assert data.nodes.node == ["10", "20", "30", "40"]
+    assert {tuple(e) for e in data.nodes.edge_index.T.tolist()} == {(0, 1), (1, 0), (1, 3), (3, 1)}
+    assert "column x: numeric (3 different values), 1 missing" in "\n".join(data.said)
+    assert "column old: numeric (2 different values), 1 missing" in "\n".join(data.said)
 
 
 @pytest.mark.parametrize(
@@ -398,3 +423,119 @@ def test_a_folder_of_the_name_does_not_hide_the_club(tmp_path, monkeypatch):
     assert len(data.nodes.x) == 34
     with pytest.raises(FileNotFoundError, match=r"karate has no nodes\.csv"):
         NodeClassification("./karate").setup()
+
+
+def test_numbers_of_classes_keep_all_digits(tmp_path):
+    object_ = graph()
+    object_.y = torch.tensor([1234567, 1234568], dtype=torch.int64).repeat(20)
+    torch.save(object_, tmp_path / "g.pt")
+    data = NodeClassification(str(tmp_path / "g.pt"))
+    data.setup()
+    assert data.nodes.class_names == ["1234567", "1234568"]
+
+
+@pytest.mark.parametrize("x", [torch.randn(40, 3, requires_grad=True), torch.randn(40, 3).bfloat16()])
+def test_features_that_numpy_does_not_take(x, tmp_path):
+    object_ = graph()
+    object_.x = x
+    torch.save(object_, tmp_path / "g.pt")
+    data = NodeClassification(str(tmp_path / "g.pt"))
+    data.setup()
+    assert data.nodes.x.shape == (40, 3)
+
+
+def test_wide_tables_with_holes_become_principal_components(tmp_path):
+    object_ = graph(n=60, f=150)
+    object_.x[:, 0] *= 40
+    object_.x[:, 5] = 2.0
+    object_.x[3, 7], object_.x[4, 8] = torch.nan, torch.inf
+    torch.save(object_, tmp_path / "g.pt")
+    data = NodeClassification(str(tmp_path / "g.pt"), components=4)
+    data.setup()
+    said = "\n".join(data.said)
+    assert "2 missing or infinite cells become their column's mean" in said
+    assert "150 dense columns: standardised, 1 constant left out" in said
+    assert "150 columns: reduced to 4 principal components" in said
+    x = object_.x.double().numpy()
+    x[3, 7], x[4, 8] = np.delete(x[:, 7], 3).mean(), np.delete(x[:, 8], 4).mean()
+    x = np.delete(x, 5, axis=1)
+    u = np.linalg.svd((x - x.mean(0)) / x.std(0))[0][:, :4]
+    found = data.nodes.x.double().numpy()
+    np.testing.assert_allclose(np.abs((found.T @ u) / 60**0.5), np.eye(4), atol=1e-3)
+    np.testing.assert_allclose(found.std(0), 1, atol=1e-3)
+    narrow = NodeClassification(str(tmp_path / "g.pt"), components=200)
+    narrow.setup()
+    assert narrow.nodes.x.shape == (60, 149)
+
+
+def test_categories_get_a_column_each_before_principal_components(tmp_path):
+    rng = np.random.default_rng(0)
+    towns = [["Bern", "Oslo", "Rome"][i % 3] for i in range(30)]
+    rows = [[f"n{i}", towns[i], *(f"{v:.4f}" for v in rng.standard_normal(2)), i % 2] for i in range(30)]
+    folder = write(tmp_path / "g", [["id", "town", "a", "b", "label"], *rows], [["source", "target"], ["n0", "n1"]])
+    data = NodeClassification(folder, components=2)
+    data.setup()
+    one_hot = np.eye(3)[[["Bern", "Oslo", "Rome"].index(t) for t in towns]]
+    numbers = [prepare_column(np.array([float(row[k]) for row in rows]), "numeric", True, 0) for k in (2, 3)]
+    expected = principal_components(np.concatenate([one_hot, *numbers], axis=1), 2, 0)
+    np.testing.assert_allclose(data.nodes.x.numpy(), expected, atol=1e-5)
+
+
+def test_a_column_of_names_is_left_out_unless_asked_for(tmp_path):
+    nodes = [[*row[:3], f"person {i}", row[4]] for i, row in enumerate(NODES)]
+    folder = write(tmp_path / "g", [HEADER, *nodes], EDGES)
+    data = NodeClassification(folder, labels_per_class=1)
+    data.setup()
+    assert "column town: words, another one at every node, left out" in data.said
+    asked = NodeClassification(folder, labels_per_class=1, columns={"town": "categorical"})
+    asked.setup()
+    assert asked.nodes.x.shape[1] == data.nodes.x.shape[1] + 1
+
+
+def test_a_column_counts_where_it_varies_among_the_nodes_learnt_from(tmp_path):
+    header = ["id", "age", "member", "label", "split"]
+    split = ["train", "train", "val", "val", "test", ""]
+    nodes = [[f"n{i}", i, int(i in (2, 5)), i % 2 if i < 5 else "", split[i]] for i in range(6)]
+    data = NodeClassification(write(tmp_path / "g", [header, *nodes], [["source", "target"], ["n0", "n5"]]))
+    data.setup()
+    (validation,) = data.val_dataloader()
+    assert validation.x.shape == (6, 1)
+    assert "1 of 2 prepared columns are constant on the 2 labelled nodes to learn from, left out" in data.said
+    (everything,) = data.predict_dataloader()
+    assert everything.x.shape == (6, 2)  # n2 is labelled, too
+    assert "predict: the 5 labelled nodes are the context, the other 1 are predicted" in data.said
+
+
+def test_columns_without_variation_among_the_nodes_learnt_from(tmp_path):
+    header = ["id", "member", "label", "split"]
+    nodes = [[f"n{i}", int(i > 3), i % 2, "train" if i < 4 else "test"] for i in range(8)]
+    data = NodeClassification(write(tmp_path / "g", [header, *nodes], [["source", "target"], ["n0", "n5"]]))
+    data.setup()
+    with pytest.raises(ValueError, match="all feature columns are constant on the 4 labelled nodes to learn from"):
+        data.train_dataloader()
+
+
+def test_graphland_comes_unprepared_and_with_its_kinds(monkeypatch, tmp_path):
+    class GraphLandDataset:
+        raw_paths: tuple[str, ...] = ()
+
+        def __init__(self, root, name, **arguments):
+            self.arguments = arguments
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, i):
+            return self.arguments
+
+    monkeypatch.setattr(datasets, "GraphLandDataset", GraphLandDataset)
+    given = download("GraphLandDataset/tolokers-2", tmp_path)
+    assert given.pop("split") == "RL"
+    assert len(given) == 4
+    assert set(given.values()) == {None}
+    object_ = graph(f=3, x_categorical_mask=torch.tensor([False, True, False]))
+    object_.x[:, 1] = torch.arange(40) % 3
+    object_.x[4, 1] = torch.nan
+    columns = table_of(object_, 0, "it").columns
+    assert [kind_of(values) for values in columns.values()] == ["numeric", "categorical", "numeric"]
+    assert columns["feature_1"][:5].tolist() == ["0", "1", "2", "0", None]
