@@ -5,8 +5,10 @@ Backbone: `LimiX-16M.ckpt` (a pickle with `config` and `state_dict`; its block k
 `tfm.`). The network of `network.py` uses the names that remain once prefix and `.base` are settled.
 """
 
+import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -61,6 +63,11 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             f"{path} holds pickled objects that run code when loaded; if you trust its source, convert it once with "
             f"`python -m lightning_modules.graph_pfn.checkpoints {path} {path.with_suffix('.safetensors')}`"
         ) from None
+    return tensors_of(content)
+
+
+def tensors_of(content: dict[str, Any]) -> dict[str, Tensor]:
+    """Tensors of a published checkpoint under this package's names, from below `state_dict` or `model` or the top."""
     for key in ("state_dict", "model"):
         if isinstance(content.get(key), dict):
             content = content[key]
@@ -74,17 +81,31 @@ def convert(source: str | Path, target: str | Path) -> None:
     Args:
         source: the published `.ckpt`.
         target: the `.safetensors` file to write.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no tensors.
     """
-    content = torch.load(source, map_location="cpu", weights_only=False)
-    content = content.get("state_dict", content.get("model", content))
-    save_file({name: tensor.contiguous() for name, tensor in to_published_names(content).items()}, target)
+    try:
+        content = torch.load(source, map_location="cpu", weights_only=False)
+    except Exception as error:  # a pickle raises whatever it likes
+        raise ValueError(f"{source} cannot be read: {' '.join(str(error).split())}") from None
+    state = tensors_of(content) if isinstance(content, dict) else {}
+    if not state:
+        raise ValueError(f"{source} holds no tensors by name: needed is the published .ckpt")
+    save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, target)
 
 
-if __name__ == "__main__":
-    import argparse
-
+def main(arguments: list[str] | None = None) -> None:
+    """`python -m lightning_modules.graph_pfn.checkpoints SOURCE TARGET`."""
     parser = argparse.ArgumentParser(description="Convert a TRUSTED pickled checkpoint to safetensors.")
     parser.add_argument("source", help="the published checkpoint; loading it executes code in it")
     parser.add_argument("target", help="the .safetensors file to write")
-    arguments = parser.parse_args()
-    convert(arguments.source, arguments.target)
+    paths = parser.parse_args(arguments)
+    try:
+        convert(paths.source, paths.target)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+if __name__ == "__main__":
+    main()

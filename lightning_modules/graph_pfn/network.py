@@ -34,8 +34,8 @@ class PublishedConfig:
         classes: outputs of the class head.
         group: columns per feature token.
         adapter_heads: attention heads of the adapters.
-        chunk: tokens in one intermediate tensor: memory beyond the token tensor (n * t * width * 4 bytes, about four
-            of them at the peak) stays near 16 * hidden * chunk bytes.
+        chunk: tokens in one intermediate tensor, at least the nodes: memory beyond the token tensor (n * t * width * 4
+            bytes, about five of them at the peak) stays near 32 * hidden * chunk bytes.
         kernel: how adapters attend: `auto`, `dense` or `sparse`.
     """
 
@@ -211,7 +211,8 @@ class PublishedNetwork(nn.Module):
         if training:
             per_block = 12 * c.width + 3 * c.hidden + 8 * c.width
             return 4 * c.blocks * (tokens * per_block + 4 * m * c.width * tokens // n)
-        return 4 * (5 * tokens * c.width + 8 * c.hidden * min(c.chunk, tokens) + 8 * n * c.width) + 24 * m
+        chunk = min(max(c.chunk, n), tokens)
+        return 4 * (5 * tokens * c.width + 8 * c.hidden * chunk + 8 * n * c.width) + 24 * m
 
 
 def context_first(context: Tensor) -> Tensor:

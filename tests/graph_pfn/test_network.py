@@ -6,7 +6,7 @@ from torch_geometric.nn import TransformerConv
 
 from lightning_modules.graph_pfn.adapter import GraphAttention, Neighbours, attend, attend_dense, attend_sparse
 from lightning_modules.graph_pfn.backbone import Block, ClassTargetEncoder, normalise_table, random_identity
-from lightning_modules.graph_pfn.checkpoints import convert, read_weights, to_published_names
+from lightning_modules.graph_pfn.checkpoints import convert, main, read_weights, to_published_names
 from lightning_modules.graph_pfn.network import PublishedConfig, PublishedNetwork, context_first, relabel
 
 
@@ -225,8 +225,30 @@ class Harmful:
         return (print, ("executed",))
 
 
-def test_a_pickle_that_executes_code_is_refused(tmp_path, capsys):
-    torch.save({"config": Harmful(), "state_dict": {}}, tmp_path / "bad.ckpt")
-    with pytest.raises(ValueError, match="convert it once"):
+def test_a_pickle_that_executes_code_is_refused_until_it_is_converted(tmp_path, capsys):
+    whole = torch.randn(3, 4)  # two tensors of one storage, as the published target embeddings may be
+    state = {"cls_y_encoder.2.y_embedding.weight": whole[:2], "cls_y_encoder.2.y_mask.weight": whole[2:], "note": 1}
+    torch.save({"config": Harmful(), "state_dict": state}, tmp_path / "bad.ckpt")
+    with pytest.raises(ValueError, match=r"convert it once with `python -m lightning_modules.graph_pfn.checkpoints "):
         read_weights(tmp_path / "bad.ckpt")
     assert "executed" not in capsys.readouterr().out
+    main([str(tmp_path / "bad.ckpt"), str(tmp_path / "good.safetensors")])
+    assert "executed" in capsys.readouterr().out
+    good = read_weights(tmp_path / "good.safetensors")
+    assert torch.equal(torch.cat(list(good.values())), whole)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "No such file"), ([1], "holds no tensors by name"), (b"no", "cannot be read")]
+)
+def test_what_cannot_be_converted_is_said_in_one_line(content, words, tmp_path, capsys):
+    if isinstance(content, bytes):
+        (tmp_path / "it.ckpt").write_bytes(content)
+    elif content:
+        torch.save(content, tmp_path / "it.ckpt")
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path / "it.ckpt"), str(tmp_path / "it.safetensors")])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert not (tmp_path / "it.safetensors").exists()
