@@ -1,7 +1,8 @@
 """Synthetic graphs with attributes and targets, for pretraining GraphPFN.
 
 Two priors: `PaperPrior`, the released one with all its hyper-priors, and `SmallPrior`, which teaches a small model in
-minutes on a CPU. A graph is a function of (seed, index) alone, whatever the number of workers and ranks.
+minutes on a CPU. A graph is a function of (seed, index) alone, whatever the number of workers and ranks; with
+`SmallPrior`, where the graphs of a batch have something in common, also of the size of the batch.
 
 Source: GraphPFN (arXiv 2509.21489), `graphpfn` 0.1.1, version 1.3 of the released configuration; `SmallPrior` is ours.
 """
@@ -56,6 +57,7 @@ class GraphTask(NamedTuple):
         y: targets of all nodes (n,): class labels 0 to classes - 1 (int64) or standardised values (float32).
         n_context: the first `n_context` nodes are labelled, the others are to be predicted.
         classes: number of classes, 0 for regression.
+        index: number of the graph under its seed, from which what is drawn about it in training follows.
     """
 
     x: Tensor
@@ -63,6 +65,7 @@ class GraphTask(NamedTuple):
     y: Tensor
     n_context: int
     classes: int
+    index: int = 0
 
 
 # --- distributions ----------------------------------------------------------------------------------------------------
@@ -627,8 +630,9 @@ class _Graphs(Dataset[list[GraphTask]]):
 class GraphPrior(LightningDataModule):
     """Batches of synthetic graphs: lists of `GraphTask`.
 
-    Graph number `i` is a function of (`seed`, i): neither workers nor ranks nor an interruption change it. Validation
-    graphs are numbered from the top, so they are never seen in training.
+    Graph number `i` is a function of (`seed`, i), with the small prior of (`seed`, i, `batch_size`): neither workers
+    nor ranks nor an interruption change it. Validation graphs are numbered from the top, so they are never seen in
+    training.
 
     Args:
         prior: `small`, a mix for small models (`SmallPrior`), or `paper`, the released prior (`PaperPrior`).
@@ -682,8 +686,9 @@ class GraphPrior(LightningDataModule):
         """Draw graph number `index` (0 to 2**62)."""
         rng = _generator(self.seed, index)
         if isinstance(self.prior, PaperPrior):
-            return self.prior(rng)
-        return self.prior(rng, _generator(self.seed, 2**63 + index // self.batch_size))
+            return self.prior(rng)._replace(index=index)
+        shared = _generator(self.seed, 2**63 + index // self.batch_size)
+        return self.prior(rng, shared)._replace(index=index)
 
     def _validation(self, index: int) -> GraphTask:
         return self.sample(2**62 + index)
@@ -706,9 +711,8 @@ class GraphPrior(LightningDataModule):
             for settings in self.real:
                 data = NodeClassification(**settings)
                 data.setup()
-                assert data.nodes is not None
                 name = Path(data.source).stem.lower()
-                self._real[name] = data.nodes._replace(context=data.parts["train"], query=data.parts["val"])
+                self._real[name] = data.batch(data.parts["train"], data.parts["val"])
         return self._real
 
     def statistics(self, count: int) -> tuple[dict[str, NDArray[Any]], dict[str, dict[str, float]]]:

@@ -33,7 +33,7 @@ from lightning_modules.graph_pfn.losses import (
 )
 from lightning_modules.graph_pfn.network import AdaptedBlock, PublishedConfig, PublishedNetwork
 from lightning_modules.graph_pfn.small import SmallBlock, SmallConfig, SmallNetwork, Surroundings
-from lightning_modules.hub import FILES, fetch, fill, instantiate, read_config, read_state, without, write_folder
+from lightning_modules.hub import FILES, fill, instantiate, read_config, read_state, without, write_folder
 
 FORMAT = 1  # of save_pretrained
 SHIPPED = Path(__file__).parent / "tiny"
@@ -78,7 +78,8 @@ class GraphPFN(LightningModule):
         warmup: optimiser steps until the full learning rate in pretraining, then a cosine to zero; 1,000 in the paper.
         optimizer: another optimiser for all trained weights.
         lr_scheduler: another schedule, stepped every step.
-        seed: of what is drawn in training steps: each is a function of (seed, step, rank).
+        seed: of what is drawn in training: what is hidden in a synthetic graph is a function of (seed, number of the
+            graph), a fine-tuning episode one of (seed, batch), the same on all ranks.
     """
 
     block_types = (AdaptedBlock, SmallBlock)
@@ -151,16 +152,17 @@ class GraphPFN(LightningModule):
         state: dict[str, Tensor] = {}
         for part in [source] if isinstance(source, str) else source:
             path = SHIPPED if part == "tiny" else Path(part)
-            if path.suffix == ".ckpt" and isinstance(source, str):  # one of ours; a published one is a part of a list
-                state |= without("network.", read_state(path))
+            if path.is_dir() or not (path.is_file() or path.suffix in FILES):
+                state |= read_state(path)
             else:
-                published = path.is_file() or path.suffix in FILES
-                state |= read_weights(path if published else fetch(path) / "model.safetensors")
+                state |= without("network.", read_weights(path))  # the prefix is that of a checkpoint of this class
         own = self.network.state_dict()
         state = {k: v for k, v in state.items() if not k.startswith("edge_head.")}
-        strange = [k for k in state if k not in own or own[k].shape != state[k].shape]
-        if strange:
-            raise ValueError(f"init_from {source} does not fit layout {self.hparams['layout']}: {strange[0]} is alien")
+        for name, value in state.items():
+            if name not in own or own[name].shape != value.shape:
+                here = f"here {list(own[name].shape)}: see sizes" if name in own else "not one of its tensors"
+                what = f"init_from {source} does not fit layout {self.hparams['layout']}"
+                raise ValueError(f"{what}: {name} {list(value.shape)}, {here}")
         adapters = {id(p) for p in self.adapter_parameters()}
         lacking = [k for k, p in self.network.named_parameters() if k not in state and id(p) not in adapters]
         if lacking:
@@ -205,11 +207,11 @@ class GraphPFN(LightningModule):
         The number of steps is asked for after the first one: asking while the optimiser is made would load the data
         before a checkpoint's position in them is restored.
         """
-        pretrain = self.hparams["recipe"] == "pretrain"
-        total = int(self.trainer.estimated_stepping_batches) if step else 1
-        if pretrain:
+        if self.hparams["recipe"] == "pretrain":
+            total = self.trainer.estimated_stepping_batches if step else 1  # infinite without an end: no cosine
             return warmup_cosine(step, self.hparams["warmup"], max(total, self.hparams["warmup"] + 1))
-        return float(step > 0 and step >= total // max(1, self.trainer.max_epochs or 1))
+        first_epoch = -(-self.trainer.num_training_batches // self.trainer.accumulate_grad_batches) if step else 1
+        return float(step >= first_epoch)
 
     # ---------------------------------------------------------------------------------------- pretraining
 
@@ -220,16 +222,17 @@ class GraphPFN(LightningModule):
         self.configure_model()
         return self.network(questions, task, reconstruct)
 
-    def _pretrain(self, tasks: list[Any], generators: list[torch.Generator]) -> dict[str, Tensor]:
-        """Losses of a list of `GraphTask`, each the mean over its graphs."""
+    def _pretrain(self, tasks: list[Any]) -> dict[str, Tensor]:
+        """Losses of a list of `GraphTask`, each the mean over its graphs; `accuracy` that over those with classes."""
         h = self.hparams
         parts: dict[str, list[Tensor]] = {"prediction": [], "baseline": [], "edges": [], "features": []}
         hits: list[Tensor] = []
         for kind in ("classification", "regression"):
             chosen = [i for i, t in enumerate(tasks) if (t.classes == 0) == (kind == "regression")]
             hidden_edges, hidden_cells, questions = [], [], []
-            for t, generator in ((tasks[i], generators[i]) for i in chosen):
+            for t in (tasks[i] for i in chosen):
                 x, edges = t.x, t.edge_index
+                generator = torch.Generator().manual_seed(h["seed"] * 1_000_003 + t.index)
                 if h["edge_weight"]:
                     hidden_edges.append(hide_edges(edges, len(x), h["edge_rate"], h["hide_both_directions"], generator))
                     edges = hidden_edges[-1].visible
@@ -254,8 +257,7 @@ class GraphPFN(LightningModule):
         for name in ("edges", "features"):
             if name in losses:
                 losses["loss"] = losses["loss"] + h[name.rstrip("s") + "_weight"] * losses[name]
-        if hits:
-            losses["accuracy"] = torch.stack(hits).mean()
+        losses["accuracy"] = torch.stack(hits).mean() if hits else losses["gain"].new_tensor(torch.nan)
         return losses
 
     # ------------------------------------------------------------------------------------------ one graph
@@ -306,9 +308,9 @@ class GraphPFN(LightningModule):
                 "take a part of the graph"
             )
 
-    def _finetune(self, nodes: Any) -> Tensor:
-        """Loss of one episode: some labelled nodes predict others, seen by one random member."""
-        seed, step = self.hparams["seed"], self.global_step
+    def _finetune(self, nodes: Any, step: int) -> Tensor:
+        """Loss of episode number `step`: some labelled nodes predict others, seen by one random member."""
+        seed = self.hparams["seed"]
         self._check_memory(nodes.x, nodes.edge_index, True)
         known, asked = episode(nodes.context, nodes.y, step, seed, nodes.classes)
         context = torch.zeros_like(nodes.context)
@@ -345,11 +347,12 @@ class GraphPFN(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One optimiser step: a list of graphs pretrains, one graph fine-tunes."""
         if not isinstance(batch, list):
-            loss = self._finetune(batch)
+            together = self.trainer.accumulate_grad_batches  # batches of one step, each an episode of its own
+            loss = self._finetune(batch, self.global_step * together + batch_idx % together)
             self.log("train/loss", loss, batch_size=1, prog_bar=True)
             return loss + self._all_weights()
-        losses = self._pretrain(batch, self._generators(len(batch), self.global_step))
-        losses.pop("accuracy", None)
+        losses = self._pretrain(batch)
+        losses.pop("accuracy")
         names = {f"train/{name}": value for name, value in losses.items()}
         self.log_dict(names, batch_size=len(batch), prog_bar=True, sync_dist=True)
         return losses["loss"] + self._all_weights()
@@ -364,18 +367,14 @@ class GraphPFN(LightningModule):
             return 0.0
         return 0.0 * sum(p.sum() for p in self.parameters() if p.requires_grad)
 
-    def _generators(self, graphs: int, step: int) -> list[torch.Generator]:
-        """One for each graph of this rank: randomness that depends on seed, step and place in the global batch."""
-        first = self.global_rank * graphs
-        seeds = [(self.hparams["seed"] * 1_000_003 + step) * 4099 + first + i for i in range(graphs)]
-        return [torch.Generator().manual_seed(seed) for seed in seeds]
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """The losses of pretraining on fixed graphs, or the scores on a graph's validation nodes."""
         if not isinstance(batch, list):
             return self._evaluate(batch, "val")
-        losses = self._pretrain(batch, self._generators(len(batch), batch_idx))
+        losses = self._pretrain(batch)
+        accuracy, classified = losses.pop("accuracy"), sum(t.classes > 0 for t in batch)
         log_means(self, {f"val/{name}": value for name, value in losses.items()}, len(batch), prog_bar=True)
+        log_means(self, {"val/accuracy": accuracy}, classified, prog_bar=True)
         return None
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -463,7 +462,7 @@ def score(output: Tensor, y: Tensor, classes: int) -> dict[str, Tensor]:
     }
 
 
-def warmup_cosine(step: int, warmup: int, total: int) -> float:
+def warmup_cosine(step: int, warmup: int, total: float) -> float:
     """Factor of the learning rate: linear from 0.01 to 1 over `warmup` steps, then a cosine to 0 at `total`."""
     if step < warmup:
         return 0.01 + 0.99 * step / warmup

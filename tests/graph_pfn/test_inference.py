@@ -112,6 +112,13 @@ def test_values_are_given_back_in_their_own_units():
     assert set(out.tolist()) <= {round(v, 3) for v in y[context].tolist()} | set(y[context].tolist())
 
 
+def test_members_see_a_few_columns_each():
+    members = draw_members(9, 3, Ensemble(20, max_columns=4), torch.Generator().manual_seed(0))
+    assert {len(m.columns) for m in members} == {4}
+    assert all(len(m.columns.unique()) == 4 for m in members)
+    assert torch.cat([m.columns for m in members]).unique().tolist() == list(range(9))
+
+
 def test_the_same_seed_gives_the_same_view():
     member = draw_members(4, 5, Ensemble(1, flip_signs=True), torch.Generator().manual_seed(0))[0]
     x, y = torch.randn(9, 4), torch.tensor([3, 1, 1, 4])

@@ -1,15 +1,19 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from safetensors.torch import save_file
+from torch.utils.data import DataLoader
 
 from callbacks import GraphEvaluation
 from datamodules import GraphPrior, NodeClassification
+from datamodules.nodes import clean_edges
 from lightning_modules import GraphPFN, graph_pfn
+from tests.graph_pfn.test_cli import planted
 
 SMALL = {"width": 16, "heads": 2, "blocks": 1}
 TINY_LIMIX = {"width": 16, "heads": 4, "hidden": 32, "blocks": 1}
@@ -20,8 +24,8 @@ def trainer(folder, **more) -> Trainer:
     return Trainer(**(settings | {"default_root_dir": folder, "enable_checkpointing": False} | more))
 
 
-def prior(**more) -> GraphPrior:
-    settings = {"nodes": [30, 50], "scm": 0.0}
+def prior(regression: float = 0.1, **more) -> GraphPrior:
+    settings = {"nodes": [30, 50], "scm": 1.0 if regression == 1 else 0.0, "regression": regression}
     return GraphPrior(settings=settings, batch_size=2, graphs_per_epoch=6, validation_graphs=4, **more)
 
 
@@ -133,6 +137,102 @@ def test_fit_and_predict_on_values_and_classes(layout, classes, tmp_path):
         assert rows["prediction"].isfinite().all()
 
 
+def test_what_is_hidden_in_a_graph_depends_on_neither_batch_nor_rank():
+    torch.manual_seed(0)
+    module = GraphPFN(sizes=SMALL, edge_weight=0.1, edge_rate=0.3)
+    module.configure_model()
+    graphs = [prior().sample(i) for i in range(5)]
+    with torch.no_grad():
+        whole = module._pretrain(graphs)
+        parts = [module._pretrain(graphs[:3]), module._pretrain(graphs[3:])]  # as two ranks share five graphs
+    for name in ("loss", "prediction", "edges", "gain"):
+        torch.testing.assert_close((3 * parts[0][name] + 2 * parts[1][name]) / 5, whole[name], atol=1e-5, rtol=1e-4)
+    with torch.no_grad():
+        other = module._pretrain([g._replace(index=g.index + 1) for g in graphs])
+    assert not torch.allclose(other["edges"], whole["edges"])
+
+
+def test_graphs_with_values_do_not_count_for_the_accuracy(tmp_path):
+    torch.manual_seed(0)
+    module = GraphPFN(sizes=SMALL, recipe="pretrain")
+    module.configure_model()
+    values = [prior(regression=1.0).sample(i) for i in range(2)]
+    classes = [prior(regression=0.0).sample(i) for i in range(2)]
+    with torch.no_grad():
+        assert module._pretrain(values)["accuracy"].isnan()
+        expected = module._pretrain(classes)["accuracy"]
+        torch.testing.assert_close(module._pretrain([*values, *classes])["accuracy"], expected)
+    batches = DataLoader([values, classes, values], batch_size=None)
+    (logged,) = trainer(tmp_path).validate(module, batches, verbose=False)
+    assert logged["val/accuracy"] == pytest.approx(float(expected), abs=1e-6)
+
+
+def rates(folder, recipe, **limits) -> list[float]:
+    """Learning rates of the steps of a run that starts at 1e-3."""
+    seen = []
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            seen.append(optimizer.param_groups[0]["lr"])
+
+    module = GraphPFN(sizes=SMALL, recipe=recipe, learning_rate=1e-3, warmup=2)
+    data = prior() if recipe == "pretrain" else NodeClassification(labels_per_class=2, steps_per_epoch=4)
+    trainer(folder, callbacks=[Watch()], limit_val_batches=0, **limits).fit(module, data)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [
+        ({"max_epochs": 2}, 4),
+        ({"max_epochs": -1, "max_steps": 9}, 4),  # no number of epochs: the first one still has 4 steps
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, 2),
+        ({"max_epochs": 2, "limit_train_batches": 3}, 3),
+    ],
+)
+def test_the_first_epoch_of_fine_tuning_only_validates(limits, steps, tmp_path):
+    seen = rates(tmp_path, "finetune", **limits)
+    assert seen[:steps] == [0.0] * steps
+    assert seen[steps:] == [1e-3] * (len(seen) - steps)
+    assert len(seen) > steps
+
+
+def test_pretraining_warms_up_and_cools_down(tmp_path):
+    seen = rates(tmp_path, "pretrain", max_epochs=2)
+    assert seen == pytest.approx([1e-5, 5.05e-4, 1e-3, 8.535534e-4, 5e-4, 1.464466e-4])
+    endless = rates(tmp_path, "pretrain", max_epochs=-1, max_time={"seconds": 1})
+    assert endless[2:] == [1e-3] * (len(endless) - 2)
+
+
+def test_accumulated_batches_are_episodes_of_their_own(tmp_path, monkeypatch):
+    seen = []
+    episode = graph_pfn.module.episode
+    monkeypatch.setattr(
+        graph_pfn.module, "episode", lambda *args: (seen.append(args[2]), episode(*args))[1], raising=True
+    )
+    data = NodeClassification(labels_per_class=2, steps_per_epoch=5)
+    run = trainer(tmp_path, max_epochs=2, accumulate_grad_batches=2, limit_val_batches=0)
+    run.fit(GraphPFN(sizes=SMALL), data)
+    assert run.global_step == 6
+    assert len(set(seen)) == len(seen) == 10
+
+
+@pytest.mark.parametrize("classes", [3, 13])
+def test_the_shipped_model_finds_planted_classes(classes):
+    """Above ten classes only with error-correcting output codes."""
+    rng = np.random.default_rng(0)
+    y = np.arange(20 * classes) % classes
+    edges, _ = clean_edges(planted(rng, y), len(y))
+    x = torch.from_numpy(rng.standard_normal((len(y), 4)).astype(np.float32))
+    context = torch.arange(len(y)) < 4 * classes
+    output = GraphPFN.from_pretrained("tiny").predict_nodes(
+        x, torch.from_numpy(edges), torch.from_numpy(y), context, classes
+    )
+    assert output.shape == (16 * classes, classes)
+    torch.testing.assert_close(output.sum(1), torch.ones(len(output)))
+    assert (output.argmax(1) == torch.from_numpy(y)[~context]).float().mean() > 0.8
+
+
 def test_checkpoints_load_with_nothing_but_the_file(tmp_path):
     module = GraphPFN(sizes=SMALL, recipe="pretrain", warmup=1)
     run = trainer(tmp_path, max_epochs=1, limit_val_batches=0)
@@ -185,8 +285,12 @@ def test_published_files_load(tmp_path):
     with pytest.raises(ValueError, match=r"lacks \d+ tensors of the backbone"):
         module.load_weights_from(str(tmp_path / "a.pt"))
     save_file({"strange": torch.zeros(1)}, tmp_path / "c.safetensors")
-    with pytest.raises(ValueError, match="does not fit layout limix16m: strange"):
+    with pytest.raises(ValueError, match=r"does not fit layout limix16m: strange \[1\], not one of its tensors"):
         module.load_weights_from(str(tmp_path / "c.safetensors"))
+    wider = GraphPFN("limix16m", TINY_LIMIX | {"hidden": 64})
+    wider.configure_model()
+    with pytest.raises(ValueError, match=r"limix16m: \S+ \[32\], here \[64\]: see sizes"):
+        wider.load_weights_from(str(tmp_path / "b.safetensors"))
     with pytest.raises(FileNotFoundError, match="nowhere"):
         module.load_weights_from("nowhere.safetensors")
 
@@ -224,7 +328,7 @@ def test_the_shipped_model_is_small_and_has_learnt_something():
     module.hparams["recipe"] = "pretrain"
     data = GraphPrior(settings={"regression": 0.0}, batch_size=8, seed=99)
     with torch.no_grad():
-        losses = module._pretrain([data.sample(i) for i in range(16)], module._generators(16, 0))
+        losses = module._pretrain([data.sample(i) for i in range(16)])
     assert losses["gain"] < -0.25
     karate = NodeClassification(labels_per_class=2)
     karate.setup()

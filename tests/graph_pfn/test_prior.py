@@ -65,10 +65,22 @@ def test_a_graph_depends_on_seed_and_index_alone():
     assert not same(data.sample(0), GraphPrior(seed=2).sample(0))
 
 
-def test_workers_change_nothing():
-    here, there = (GraphPrior(batch_size=2, graphs_per_epoch=6, num_workers=w).train_dataloader() for w in (0, 2))
+@pytest.mark.parametrize(("prior", "changes"), [("small", {}), ("paper", REDUCED)])
+def test_workers_change_nothing(prior, changes):
+    here, there = (
+        GraphPrior(prior, changes, batch_size=2, graphs_per_epoch=6, num_workers=w).train_dataloader() for w in (0, 2)
+    )
     for a, b in zip(here, there, strict=True):
         assert all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_graphs_carry_their_number():
+    data = GraphPrior(batch_size=2, graphs_per_epoch=4, validation_graphs=3)
+    loader = data.train_dataloader()
+    assert [task.index for batch in loader for task in batch] == [0, 1, 2, 3]
+    loader.sampler.set_epoch(1)
+    assert [task.index for batch in loader for task in batch] == [4, 5, 6, 7]
+    assert len({task.index for batch in data.val_dataloader() for task in batch}) == 3
 
 
 def test_epochs_and_validation_have_their_own_graphs():
