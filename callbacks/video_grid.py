@@ -12,6 +12,7 @@ from callbacks.checks import require
 from callbacks.figures import log_figure, log_table, new_figure
 from datamodules.checks import check_least
 from lightning_modules.dyn_vpp.diffusion import VideoDiffusion
+from lightning_modules.dyn_vpp.rewards import latent_reward
 
 
 class VideoGrid(Callback):
@@ -81,17 +82,19 @@ class VideoGrid(Callback):
         log_table(trainer, "test_frames", rows)
 
     def _predict(self, loader: Any, pl_module: LightningModule) -> "_Shown":
-        assert isinstance(pl_module, VideoDiffusion)
+        assert isinstance(pl_module, VideoDiffusion) and pl_module.model is not None
         batch = next(iter(loader))
         here = torch.linspace(0, len(batch.index) - 1, min(self.clips, len(batch.index))).long()
         captions = [batch.caption[i] for i in here.tolist()]
-        video, tokens = batch.video[here].to(pl_module.device), batch.tokens[here].to(pl_module.device)
-        chosen = batch._replace(video=video, tokens=tokens, caption=captions, index=batch.index[here])
+        tensors = {k: v[here].to(pl_module.device) for k, v in batch._asdict().items() if k != "caption"}
+        chosen = batch._replace(caption=captions, **tensors)
         with torch.no_grad():
-            predicted = pl_module(video[:, 0], tokens, captions, chosen.index.tolist())
-            scored = pl_module.predict_step(chosen, 0)
-        rewards = (scored[name][:, 1:].mean(1).tolist() for name in ("reward", "copy_reward"))
-        return _Shown((video / 2 + 0.5).cpu(), predicted.cpu(), captions, *rewards)
+            expert, hybrid, ode = pl_module.generate(chosen)
+            predicted = pl_module.model.decode(ode)
+            seen = pl_module.pictures(chosen)
+        scores = (latent_reward(hybrid, expert[:, None]).mean(1), latent_reward(expert[:, :1], expert))
+        rewards = (score[:, 1:].mean(1).tolist() for score in scores)
+        return _Shown(seen.cpu(), predicted.cpu(), captions, *rewards)
 
 
 class _Shown(NamedTuple):

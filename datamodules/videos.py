@@ -1,4 +1,7 @@
-"""Videos with instructions, as clips of a few frames: Meta-World experts made on the spot, or a folder of your own."""
+"""Videos with instructions, as clips of a few frames: Meta-World experts made on the spot, or a folder of your own.
+
+Instead of videos a folder may hold their latents, computed once: `read_latents`.
+"""
 
 import hashlib
 import json
@@ -31,7 +34,8 @@ class Clips(NamedTuple):
     """A batch of clips.
 
     Attributes:
-        video: float32 `[b f 3 h w]` in [-1, 1].
+        video: float32 `[b f 3 h w]` in [-1, 1]; h and w are 0 where latents come instead.
+        latents: float32 `[b f c h' w']`, scaled as the video model sees them; c, h' and w' are 0 where pictures come.
         tokens: int64 `[b l]`, the words of the instruction as numbers from 1 on, 0 where there is none; see `word_ids`.
         caption: b instructions, for a text encoder with a vocabulary of its own.
         action: float32 `[b (f-1)*stride d]`, the commands between the first and the last frame, in the recording's
@@ -40,6 +44,7 @@ class Clips(NamedTuple):
     """
 
     video: Tensor
+    latents: Tensor
     tokens: Tensor
     caption: list[str]
     action: Tensor
@@ -56,7 +61,8 @@ class Episodes(NamedTuple):
     """Whole videos, one after the other.
 
     Attributes:
-        frames: uint8 `(all frames, h, w, 3)`.
+        frames: uint8 `(all frames, h, w, 3)`; h and w are 0 where there are latents instead.
+        latents: float32 `(all frames, c, h', w')`; all three are 0 where there are pictures.
         action: float32 `(all frames, d)`, what is done at each frame.
         length: int `(episodes,)`.
         caption: Instruction of each episode.
@@ -64,6 +70,7 @@ class Episodes(NamedTuple):
     """
 
     frames: np.ndarray
+    latents: np.ndarray
     action: np.ndarray
     length: np.ndarray
     caption: list[str]
@@ -140,10 +147,12 @@ class ClipSet(Dataset[Clips]):
 
     def __getitems__(self, draw: Draw) -> Clips:
         start, episode = self.start[draw.items], self.episode[draw.items]
-        pictures = torch.from_numpy(self.episodes.frames[start[:, None] + self.seen])  # b f h w 3
+        places = start[:, None] + self.seen
+        pictures = torch.from_numpy(self.episodes.frames[places])  # b f h w 3
         between = start[:, None] + np.arange(self.seen[-1])
         return Clips(
             video=pictures.permute(0, 1, 4, 2, 3).float() / 127.5 - 1,
+            latents=torch.from_numpy(self.episodes.latents[places]),
             tokens=self.words[episode],
             caption=[self.episodes.caption[i] for i in episode],
             action=torch.from_numpy(self.episodes.action[between]),
@@ -236,21 +245,55 @@ def read_video(path: Path, size: int) -> np.ndarray:
     return small.round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
 
 
+def read_latents(path: Path) -> tuple[np.ndarray, str]:
+    """Latents of a whole video, computed beforehand: float32 `(t, c, h, w)`, and the mark of their autoencoder.
+
+    Args:
+        path: A safetensors file with the tensor `latents`, scaled as the video model sees them (the autoencoder's
+            scaling factor is in). `VideoModel.write_latents` makes one, and leaves its mark in the metadata under
+            `autoencoder`; the mark of a file without it is an empty string.
+
+    Raises:
+        ValueError: If it cannot be read or holds something else.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            mark, latents = (file.metadata() or {}).get("autoencoder", ""), file.get_tensor("latents").float()
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read as latents: {error}") from None
+    if latents.ndim != 4 or not latents.numel() or not latents.isfinite().all():
+        raise ValueError(f"{path} holds no finite latents [t c h w]: its shape is {list(latents.shape)}")
+    return latents.numpy(), mark
+
+
+def _check_alike(videos: list[np.ndarray], marks: list[str], names: list[str]) -> None:
+    for video, mark, name in zip(videos, marks, names, strict=True):
+        if video.dtype != videos[0].dtype:
+            raise ValueError(f"{names[0]} and {name}: a folder holds either videos or latents")
+        if video.shape[1:] != videos[0].shape[1:]:
+            raise ValueError(f"{names[0]} and {name} are latents of unlike sizes")
+        if mark != marks[0]:
+            raise ValueError(f"{names[0]} and {name} are latents of two autoencoders")
+
+
 def import_folder(folder: Path, size: int, cache: Path) -> Path:
-    """Decode every video of a folder once.
+    """Decode every video of a folder, or read its latents, once.
 
     The result is complete or not there: it is written beside its place and moved.
 
     Args:
-        folder: Holds `captions.csv` and the files that it names.
+        folder: Holds `captions.csv` and the files that it names: videos, or latents (`.safetensors`).
         size: Side of the pictures in pixels.
         cache: Where the result is kept, under a name that changes with the files.
 
     Returns:
-        A folder with `frames.npy` (uint8, all frames of all videos) and `episodes.json`.
+        A folder with `frames.npy` (all frames of all videos, uint8, or float32 if they are latents) and
+        `episodes.json`.
 
     Raises:
-        ValueError: Naming each file that cannot be read.
+        ValueError: Naming each file that cannot be read, or two that do not go together.
         OSError: If the disk is full.
     """
     rows = read_captions(folder)
@@ -259,21 +302,27 @@ def import_folder(folder: Path, size: int, cache: Path) -> Path:
     target = cache / hashlib.sha256(json.dumps(signature).encode()).hexdigest()[:12]
     if target.is_dir():
         return target
-    videos, bad = [], []
+    videos, marks, bad = [], [], []
     with progress(f"videos of {folder}", len(rows)) as bar:
         for name, _ in rows:
             try:
-                videos.append(read_video(folder / name, size))
+                latent = name.endswith(".safetensors")
+                video, mark = read_latents(folder / name) if latent else (read_video(folder / name, size), "")
+                videos.append(video)
+                marks.append(mark)
             except ValueError as error:
                 bad.append(str(error))
             bar.update()
     if bad:
         raise ValueError("; ".join(bad))
+    _check_alike(videos, marks, [str(folder / name) for name, _ in rows])
     cache.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".videos-", dir=cache))
     length = [len(video) for video in videos]
     about = {"length": length, "name": [name for name, _ in rows], "caption": [caption for _, caption in rows]}
-    header = {"descr": "|u1", "fortran_order": False, "shape": (sum(length), size, size, 3)}
+    about["autoencoder"] = marks[0]
+    shape = (sum(length), *videos[0].shape[1:])
+    header = {"descr": videos[0].dtype.str, "fortran_order": False, "shape": shape}
     try:
         with (work / "frames.npy").open("wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
@@ -297,7 +346,8 @@ class ExpertVideos(LightningDataModule):
 
     Args:
         source: "metaworld" (scripted experts, pictures by ray casting, made on first use), or a folder with
-            `captions.csv` (columns `file`, `caption`) and the MP4 or GIF files that it names.
+            `captions.csv` (columns `file`, `caption`) and the MP4 or GIF files that it names, or files of latents
+            computed beforehand (`.safetensors`, see `read_latents`).
         tasks: Meta-World tasks.
         episodes: Meta-World: training episodes of each task.
         test_episodes: Meta-World: validation episodes, and as many test episodes, of each task.
@@ -305,7 +355,7 @@ class ExpertVideos(LightningDataModule):
         stride: Recorded frames from one frame of a clip to the next; Meta-World records 80 a second.
         every: Recorded frames between the starts of two clips.
         eval_every: The same for validation and test; `every` if none.
-        size: Side of the pictures in pixels.
+        size: Side of the pictures in pixels; latents stay as they are.
         max_steps: Meta-World: steps of an episode at most.
         tail: Meta-World: steps that an episode goes on after its first success.
         tokens: Words kept of an instruction.
@@ -373,6 +423,7 @@ class ExpertVideos(LightningDataModule):
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
         self.seed, self.data_dir = seed, Path(data_dir)
         self.processes, self.num_workers = processes, num_workers
+        self.autoencoder = ""  # mark of the one that made the latents, where they come instead of pictures
         self._sets: dict[str, ClipSet] = {}
 
     def _collect(self, task: str, split: str) -> Path:
@@ -404,14 +455,20 @@ class ExpertVideos(LightningDataModule):
         frames, action, length = (np.concatenate([p[k] for p in parts]) for k in ("image", "action", "length"))
         of_task = [(task, i) for task, p in zip(self.tasks, parts, strict=True) for i in range(len(p["length"]))]
         captions = [instruction(task) for task, _ in of_task]
-        return Episodes(frames, action, length, captions, [f"{task}, {split} episode {i}" for task, i in of_task])
+        nothing = np.zeros((len(frames), 0, 0, 0), dtype=np.float32)
+        return Episodes(
+            frames, nothing, action, length, captions, [f"{task}, {split} episode {i}" for task, i in of_task]
+        )
 
     def _folder(self) -> tuple[Episodes, dict[str, np.ndarray]]:
         folder = import_folder(Path(self.source), self.size, self.data_dir / "videos")
         about = json.loads((folder / "episodes.json").read_text())
         frames = np.load(folder / "frames.npy", mmap_mode="r", allow_pickle=False)
-        nothing = np.zeros((len(frames), 0), dtype=np.float32)
-        episodes = Episodes(frames, nothing, np.array(about["length"]), about["caption"], about["name"])
+        latents, action = (np.zeros((len(frames), *rest), dtype=np.float32) for rest in ((0, 0, 0), (0,)))
+        if frames.dtype == np.float32:
+            frames, latents = np.zeros((len(frames), 0, 0, 3), dtype=np.uint8), frames
+            self.autoencoder = about["autoencoder"]
+        episodes = Episodes(frames, latents, action, np.array(about["length"]), about["caption"], about["name"])
         n = len(episodes.length)
         n_val, n_test = (max(1, round(n * part)) for part in (self.val_fraction, self.test_fraction))
         if n_val + n_test >= n:

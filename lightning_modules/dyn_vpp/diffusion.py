@@ -42,7 +42,8 @@ class VideoDiffusion(LightningModule):
     The loss is EDM's with data of unit variance, `objective.denoising_loss`, with `ln sigma ~ N(p_mean, p_std^2)`.
     The autoencoder (and CLIP, if used) is frozen. All randomness of a sample is a function of (seed, epoch, clip).
 
-    Batches are `datamodules.videos.Clips`: video `[b f 3 h w]` in [-1, 1], tokens `[b l]`, caption, index `[b]`.
+    Batches are `datamodules.videos.Clips`: video `[b f 3 h w]` in [-1, 1] or latents `[b f c h w]`, tokens `[b l]`,
+    caption, index `[b]`.
 
     Logged: `train/loss`; for `val/` and `test/`, all but `reward_given` without the given frame 0, in latents of unit
     variance:
@@ -197,11 +198,26 @@ class VideoDiffusion(LightningModule):
         if self.model is None:
             self.configure_model()
 
+    def _check_latents(self) -> None:
+        """Refuse latents of another autoencoder."""
+        data: Any = self.trainer.datamodule
+        made_by = getattr(data, "autoencoder", "")
+        if made_by and self.model is not None and made_by != self.model.mark():
+            raise ValueError(
+                f"the latents of {data.source} were made by another autoencoder than the model's: make them again with "
+                "VideoModel.write_latents, or name the videos themselves with --data.source"
+            )
+
+    on_fit_start = on_validation_start = on_test_start = on_predict_start = _check_latents
+
     # ------------------------------------------------------------------------------------------- training
 
     def latents(self, batch: Any) -> Tensor:
-        """Scaled expert latents of a batch, `[b f c h w]` float32; each clip is encoded once."""
+        """Scaled expert latents of a batch, `[b f c h w]` float32: the data's; or each clip is encoded once."""
         assert self.model is not None
+        if batch.latents.numel():
+            self.model.check_latents(batch.latents)
+            return batch.latents
         self.model.check_video(batch.video)
         if not self.hparams["cache_latents"]:
             return self.model.encode(batch.video)
@@ -210,6 +226,11 @@ class VideoDiffusion(LightningModule):
             encoded = self.model.encode(batch.video[missing]).cpu()
             self._latents.update(zip([numbers[i] for i in missing], encoded, strict=True))
         return torch.stack([self._latents[number] for number in numbers]).to(batch.video.device)
+
+    def pictures(self, batch: Any) -> Tensor:
+        """Expert frames of a batch, `[b f 3 h w]` in [0, 1]: the data's; or decoded, where the data are latents."""
+        assert self.model is not None
+        return batch.video / 2 + 0.5 if batch.video.numel() else self.model.decode(self.latents(batch))
 
     def supervised_loss(
         self, latents: Tensor, tokens: Tensor, caption: Sequence[str], index: Tensor, key: Sequence[int], drop: float
@@ -321,7 +342,7 @@ class VideoDiffusion(LightningModule):
             "sharpness": sharpness(hybrid, latents).mean(),
         }
         if stage == "test":
-            ours, theirs = self.model.decode(ode), batch.video / 2 + 0.5
+            ours, theirs = self.model.decode(ode), self.pictures(batch)
             values |= {
                 "psnr": psnr(ours, theirs)[:, 1:].mean(),
                 "ssim": ssim(ours, theirs)[:, 1:].mean(),

@@ -313,7 +313,7 @@ class DynVPP(VideoDiffusion):
         rewards = latent_reward(result.latents, latents[:, None], **weights)
         if h["pixel_weight"]:
             decoded = torch.stack([self.model.decode(x) for x in result.latents.unbind(1)], dim=1)
-            rewards = rewards + h["pixel_weight"] * pixel_reward(2 * decoded - 1, batch.video[:, None])
+            rewards = rewards + h["pixel_weight"] * pixel_reward(2 * decoded - 1, 2 * self.pictures(batch)[:, None] - 1)
         advantages = self._advantages(rewards)
 
         steps = self._trained_steps(result.steps)

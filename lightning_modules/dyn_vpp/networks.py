@@ -105,12 +105,14 @@ def video_autoencoder(config: dict[str, Any]) -> AutoencoderKLTemporalDecoder:
 
 
 def check_side(video: Tensor, multiple: int) -> None:
-    """Refuse pictures `[... h w]` whose sides are no multiples of what the networks halve them by.
+    """Refuse pictures `[... h w]` whose sides are no multiples of what the networks halve them by, or that are none.
 
     Raises:
         ValueError: Naming the size.
     """
     for side in video.shape[-2:]:
+        if not side:
+            raise ValueError("the clips are latents computed beforehand: an autoencoder needs the videos themselves")
         if side % multiple:
             raise ValueError(f"pictures of {side} pixels do not fit: data.size must be a multiple of {multiple}")
 

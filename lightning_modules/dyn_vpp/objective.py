@@ -9,7 +9,7 @@ differ by settings:
 | Dyn-VPP | the first | shared by the group | per frame, group mean, group std | 0.2 | |
 | DDPO | all but the last | own | per clip, batch mean, batch std | 1e-4 | |
 | Flow-GRPO | all but the last | own | per clip, group mean, batch std | 1e-4 | `kl_weight` 0.01 to 0.04 |
-| DanceGRPO | all but the last, 60 % train | shared | per clip, group mean, group std | 1e-4 | `keep` 8 of 24, `drift` steps |
+| DanceGRPO | all but the last, 60 % train | shared | per clip, group mean, group std | 1e-4 | `keep` 8 of 24, `drift` |
 
 (arXiv 2603.19370, 2305.13301, 2505.05470, 2505.07818.) "Per clip" means a reward averaged over frames,
 `rewards.mean(-1, keepdim=True)`.

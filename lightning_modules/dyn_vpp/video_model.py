@@ -9,6 +9,7 @@ caller gives.
 """
 
 import copy
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -148,12 +149,57 @@ class VideoModel(nn.Module):
         Raises:
             ValueError: Naming both lengths, or the size.
         """
-        if video.shape[1] != self.frames:
-            raise ValueError(
-                f"the clips have {video.shape[1]} frames and the model {self.frames}: set data.frames to {self.frames}"
-            )
+        self._check_frames(video.shape[1])
         levels = [len(n.config.block_out_channels) - 1 for n in (self.autoencoder, self.unet)]
         check_side(video, 2 ** sum(levels))
+
+    def check_latents(self, latents: Tensor) -> None:
+        """Refuse latents `[b f c h w]` of another length, of other channels, or of a size that does not fit.
+
+        Raises:
+            ValueError: Naming what differs.
+        """
+        self._check_frames(latents.shape[1])
+        channels, multiple = self.unet.config.out_channels, 2 ** (len(self.unet.config.block_out_channels) - 1)
+        if latents.shape[2] != channels:
+            raise ValueError(f"the clips are latents of {latents.shape[2]} channels, and the model's have {channels}")
+        for side in latents.shape[-2:]:
+            if side % multiple:
+                raise ValueError(f"latents of {side} numbers a side do not fit: it must be a multiple of {multiple}")
+
+    def _check_frames(self, frames: int) -> None:
+        if frames != self.frames:
+            raise ValueError(
+                f"the clips have {frames} frames and the model {self.frames}: set data.frames to {self.frames}"
+            )
+
+    def mark(self) -> str:
+        """Tells latents of one autoencoder from those of another: a hash of encoder and scaling factor, 16 digits.
+
+        It is of the weights in bfloat16, so that a copy saved in that type makes the same latents.
+        """
+        digest = hashlib.sha256(f"{self.autoencoder.config.scaling_factor:.3g}".encode())
+        for part in (self.autoencoder.encoder, self.autoencoder.quant_conv):
+            for value in part.state_dict().values():
+                digest.update(value.detach().cpu().bfloat16().view(torch.int16).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def write_latents(self, video: Tensor, path: str | Path, rows: int = 16) -> None:
+        """Encode a whole video once and for all: `datamodules.ExpertVideos` takes such files instead of videos.
+
+        ```python
+        for file, caption in read_captions(folder):  # of datamodules.videos; captions.csv then names the new files
+            frames = torch.from_numpy(read_video(folder / file, 256)).permute(0, 3, 1, 2)
+            model.write_latents(frames / 127.5 - 1, (latents / file).with_suffix(".safetensors"))
+        ```
+
+        Args:
+            video: `[t 3 h w]` in [-1, 1].
+            path: Of the file, which gets the `mark` of this model.
+            rows: Frames that are encoded at once.
+        """
+        encoded = torch.cat([self.encode(part[None])[0].cpu() for part in video.split(rows)])
+        save_file({"latents": encoded.contiguous()}, path, {"autoencoder": self.mark()})
 
     def check_words(self, tokens: int, vocabulary: int) -> None:
         """Refuse data whose instructions have other numbers of words.

@@ -13,11 +13,12 @@ from diffusers import AutoencoderKLTemporalDecoder, UNetSpatioTemporalConditionM
 from diffusers.models import modeling_utils
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import save_file
 
 import cli
 from callbacks.video_grid import VideoGrid
 from configs import find
-from datamodules.videos import ExpertVideos
+from datamodules.videos import ExpertVideos, read_captions, read_video
 from lightning_modules import DynVPP, LatentVideoAutoencoder, VideoDiffusion
 from lightning_modules.distributed import log_means
 from lightning_modules.dyn_vpp.diffusion import read_model
@@ -191,6 +192,52 @@ def test_latents_are_those_of_the_encoder_and_kept(home, base):
     assert torch.equal(module.latents(batch._replace(video=torch.zeros_like(batch.video))), first)
 
 
+def test_latents_computed_beforehand_are_the_videos_own(home, base, tmp_path):
+    """Post-training and test see what they would see from the videos; another autoencoder's are refused."""
+    videos, latents = home / "own", tmp_path / "latents"
+    latents.mkdir()
+    model = read_model(base)
+    for file, _ in read_captions(videos):
+        frames = torch.from_numpy(read_video(videos / file, 16)).permute(0, 3, 1, 2)
+        model.write_latents(frames / 127.5 - 1, (latents / file).with_suffix(".safetensors"), rows=5)
+    table = (videos / "captions.csv").read_text().replace(".gif", ".safetensors")
+    (latents / "captions.csv").write_text(table)
+    figures = []
+    for source in (videos, latents):
+        module = post(base, anchor_weight=0.1, pixel_weight=0.1)
+        run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
+        own = ExpertVideos(str(source), data_dir=str(tmp_path / "data"), **DATA)
+        logged: dict = {}
+        module.log_dict = lambda values, logged=logged, **_: logged.update(values)
+        run.fit(module, own)
+        del module.log_dict
+        (metrics,) = trainer(tmp_path, callbacks=[VideoGrid(2)]).test(module, own, verbose=False)
+        figures.append({k: float(v) for k, v in (logged | metrics).items()})
+    assert (tmp_path / "plots" / "videos_test.png").is_file()
+    pixels = {"test/psnr", "test/ssim", "test/flow_error", "train/reward", "train/loss", "train/gradient_norm"}
+    for name in figures[0].keys() - pixels:  # the others compare with decoded pictures
+        assert figures[1][name] == pytest.approx(figures[0][name], rel=1e-3, abs=1e-4), name
+    with pytest.raises(ValueError, match="the clips are latents computed beforehand"):
+        trainer(tmp_path).fit(LatentVideoAutoencoder(AUTOENCODER), own)
+    with pytest.raises(ValueError, match="latents of 3 channels, and the model's have 4"):
+        model.check_latents(torch.zeros(1, 4, 3, 8, 8))
+    with pytest.raises(ValueError, match="latents of 7 numbers a side do not fit"):
+        model.check_latents(torch.zeros(1, 4, 4, 8, 7))
+
+
+def test_the_mark_is_that_of_encoder_and_scale(base, tmp_path):
+    model = read_model(base)
+    mark = model.mark()
+    model.save(tmp_path, torch.bfloat16)
+    assert read_model(tmp_path).mark() == mark
+    model.unet.conv_in.weight.data.add_(1)
+    assert model.mark() == mark
+    model.autoencoder.encoder.conv_in.weight.data.mul_(1.1)
+    changed = model.mark()
+    model.autoencoder.register_to_config(scaling_factor=2.0)
+    assert len({mark, changed, model.mark()}) == 3
+
+
 def test_means_are_over_the_clips_of_all_ranks():
     """This rank has 2 clips, another 1; what is not a number here does not count if there are no clips."""
     logged: dict = {}
@@ -213,7 +260,7 @@ def test_means_are_over_the_clips_of_all_ranks():
 def test_post_training_moves_the_unet_alone(home, base):
     module = post(base, anchor_weight=0.5, inner_epochs=2)
     logged = {}
-    run = trainer(home / "post", callbacks=[VideoGrid(2)], max_steps=4, val_check_interval=1)
+    run = trainer(home / "post", callbacks=[VideoGrid(2)], max_steps=4, val_check_interval=2)
     module.log_dict = lambda values, **_: logged.update(values)  # what is watched, at the last step
     run.fit(module, data(home))
     assert run.global_step == 4  # two rollouts
@@ -508,7 +555,39 @@ def test_every_trained_weight_of_the_autoencoder_gets_a_gradient(layers):
     assert not idle, "DDP refuses trained weights that a loss does not use"
 
 
-def test_words_of_another_length_are_refused_by_the_command(tmp_path, capsys):
-    clips = str(write_folder(tmp_path / "clips"))
-    args = ["fit", "-c", "dyn_vpp/metaworld", "--data.source", clips, "--data.stride", "2", "--data.tokens", "3"]
-    assert "data.tokens is 3 and the model's 8: set data.tokens to 8" in refusal(args, capsys)
+def other_channels(folder):
+    video_unet({**SMALL_UNET, **UNET}).save_pretrained(folder / "svd" / "unet")
+    video_autoencoder({**SMALL_AUTOENCODER, **AUTOENCODER, "latent_channels": 3}).save_pretrained(
+        folder / "svd" / "vae"
+    )
+    return ["--model.init_from", str(folder / "svd")]
+
+
+def other_latents(folder):
+    latents = {"latents": torch.zeros(12, 4, 8, 8)}
+    rows = []
+    for i in range(8):
+        save_file(latents, folder / f"{i}.safetensors", {"autoencoder": "another"})
+        rows.append(f"{i}.safetensors,move right\n")
+    (folder / "captions.csv").write_text("file,caption\n" + "".join(rows))
+    return ["--data.source", str(folder)]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--data.tokens", "3"], "data.tokens is 3 and the model's 8: set data.tokens to 8"),
+        (["--model.stochastic", "[0, 5]"], "steps [5] cannot be stochastic: allowed are 0 to 4, because the last step"),
+        (["--model.group", "1"], "group 1 has nothing to compare with: use at least 2 samples per context"),
+        (["--data.frames", "3"], "the clips have 3 frames and the model 4: set data.frames to 4"),
+        (["--data.frames", "9"], "fewer frames than the 17 that a clip spans: 0.gif (12)"),
+        (other_channels, "the U-Net makes latents of 4 channels, but the autoencoder's have 3"),
+        (other_latents, "were made by another autoencoder than the model's: make them again with VideoModel.write"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_the_command_in_one_line(args, message, home, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = ["--data.source", str(home / "own"), "--data.stride", "2", "--data.size", "32", "--data.batch_size", "2"]
+    quick = ["--trainer.callbacks", "[]", "--trainer.limit_val_batches", "0", "--trainer.accelerator", "cpu"]
+    more = args if isinstance(args, list) else args(tmp_path)
+    assert message in refusal(["fit", "-c", "dyn_vpp/metaworld", *own, *quick, *more], capsys)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save as safetensors
+from safetensors.torch import save_file
 
 from datamodules.videos import (
     ExpertVideos,
@@ -94,6 +96,60 @@ def test_decoded_once(tmp_path, monkeypatch):
     monkeypatch.setattr("datamodules.videos.read_video", None)
     assert import_folder(folder, 16, tmp_path / "cache") == first
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [first.name]
+
+
+def write_latents(folder, number=0, shape=(12, 4, 8, 8), mark="a", **kind):
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(**kind)
+    save_file({"latents": latents}, folder / f"{number}.safetensors", {"autoencoder": mark} if mark else None)
+    return latents.float()
+
+
+def write_table(folder, names):
+    (folder / "captions.csv").write_text("file,caption\n" + "".join(f"{name},move\n" for name in names))
+
+
+@pytest.mark.parametrize("mark", ["a", ""])
+def test_latents_may_come_instead_of_videos(tmp_path, mark):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    own = [write_latents(folder, i, mark=mark, dtype=torch.float16) for i in range(6)]
+    write_table(folder, [f"{i}.safetensors" for i in range(6)])
+    module = ExpertVideos(str(folder), data_dir=str(tmp_path / "data"), **DATA)
+    module.prepare_data()
+    module.setup()
+    assert module.autoencoder == mark
+    batch = next(iter(module.train_dataloader()))
+    assert batch.video.shape == (4, 4, 3, 0, 0)
+    clips = module.clips("train")
+    for row in range(4):
+        item = int(batch.index[row]) - clips.first
+        episode = int(clips.episode[item])
+        start = clips.start[item] - episode * 12
+        assert torch.equal(batch.latents[row], own[episode][start : start + 7 : 2])
+
+
+def test_latents_that_cannot_be_used_are_named(tmp_path):
+    write_latents(tmp_path, 0)
+    others = [
+        ({"shape": (3, 8, 8)}, r"1\.safetensors holds no finite latents \[t c h w\]: its shape is \[3, 8, 8\]"),
+        ({"shape": (3, 4, 4, 4)}, r"0\.safetensors and .*1\.safetensors are latents of unlike sizes"),
+        ({"mark": "b"}, r"0\.safetensors and .*1\.safetensors are latents of two autoencoders"),
+    ]
+    for options, message in others:
+        write_latents(tmp_path, 1, **options)
+        write_table(tmp_path, ["0.safetensors", "1.safetensors"])
+        with pytest.raises(ValueError, match=message):
+            import_folder(tmp_path, 16, tmp_path / "cache")
+    for name, content in (("1.safetensors", b"nothing"), ("2.safetensors", safetensors({"other": torch.ones(1)}))):
+        (tmp_path / name).write_bytes(content)
+        write_table(tmp_path, ["0.safetensors", name])
+        with pytest.raises(ValueError, match=f"{name} cannot be read as latents"):
+            import_folder(tmp_path, 16, tmp_path / "cache")
+    write_folder(tmp_path, videos=1)
+    write_table(tmp_path, ["0.safetensors", "0.gif"])
+    with pytest.raises(ValueError, match="a folder holds either videos or latents"):
+        import_folder(tmp_path, 16, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
 
 
 def test_mp4_is_read(tmp_path):
