@@ -1,6 +1,6 @@
 """FocalPolicy against its baseline and its parts, in the simulator.
 
-    python benchmarks/focal_policy_comparison.py run [--tasks ...] [--variants ...] [--seeds 0 1 2] [--steps 1200] [...]
+    python benchmarks/focal_policy_comparison.py run [--tasks ...] [--variants ...] [--seeds 0 1 2] [--steps 1000] [...]
     python benchmarks/focal_policy_comparison.py table
 
 Every variant has the same network, demonstrations (scripted Meta-World experts, point clouds by rays), batches, steps,
@@ -33,7 +33,9 @@ from lightning_modules import FocalPolicy
 
 RESULTS = Path(__file__).parent / "results" / "focal_policy"
 HORIZON, ACTION_DIM = 12, 4
-TASKS = ("dial-turn-v3", "sweep-into-v3", "pick-place-v3")  # of the easy, medium and hard groups
+TASKS = ("drawer-open-v3", "sweep-into-v3", "stick-push-v3")
+"""Of the easy, medium and very hard groups; among seven tried with one seed of `step` on validation layouts, those
+that it solves neither nearly always nor nearly never at this budget."""
 ANCHORED = {"time_sampler": "v0"}
 STEP = {"time_sampler": "cfm"}
 TIME_ONLY = {"time_scope": "window", "freq_weight": 0.0, "freq_mode": "none"}
@@ -199,8 +201,8 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=10, help="demonstrations of each task")
     parser.add_argument("--evaluate", type=int, default=50, help="episodes of the evaluation")
     parser.add_argument("--name", default="comparison", help="folder of the results")
-    parser.add_argument("--steps", type=int, default=1200, help="optimiser steps")
-    parser.add_argument("--points", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=1000, help="optimiser steps")
+    parser.add_argument("--points", type=int, default=128)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--widths", nargs="+", type=int, default=[32, 64, 128])
     parser.add_argument("--lr", type=float, default=1e-3)
