@@ -439,7 +439,7 @@ def structure_columns(edges: NDArray[np.int64], n: int, eigenvectors: int) -> ND
     for _ in range(50):
         rank = 0.15 / n + 0.85 * (adjacency @ (rank / np.maximum(degree, 1)))
     columns = [np.log1p(degree), np.log(rank)]
-    k = min(eigenvectors, n - 3)
+    k = min(eigenvectors, n - 3) if edges.size else 0
     if k > 0:
         root = diags_array(1 / np.sqrt(np.maximum(degree, 1)))
         _, vectors = eigsh(root @ adjacency @ root, k=k + 1, which="LA", v0=np.ones(n))

@@ -285,19 +285,22 @@ class GraphPFN(LightningModule):
             Probabilities (q, classes) or values (q,) of the nodes outside the context, in ascending order.
 
         Raises:
-            ValueError: no node is labelled, or the graph needs more memory than `memory_gb`.
+            ValueError: no node is labelled, or none is not, or there is no column, or the graph needs more memory than
+                `memory_gb`.
         """
         self.configure_model()
         if not context.any():
             raise ValueError("no node is labelled, so there is nothing to learn from")
         if context.all():
             raise ValueError("every node is labelled, so there is nothing to predict")
-        self._check_memory(x, edges, False)
+        self._check_size(x, edges, False)
         seed = self.hparams["seed"] if seed is None else seed
         return predict(self, x, y, edges, context, classes, self.ensemble, seed)
 
-    def _check_memory(self, x: Tensor, edges: Tensor | None, training: bool) -> None:
+    def _check_size(self, x: Tensor, edges: Tensor | None, training: bool) -> None:
         n, f = x.shape[0], x.shape[1] + self.ensemble.random_columns
+        if f == 0:
+            raise ValueError("the graph has no feature columns: set structure of the data to 8, or random_columns here")
         m = 0 if edges is None else edges.shape[1]
         need = self.network.peak_bytes(n, f, m, training) / 1e9
         if need > self.hparams["memory_gb"]:
@@ -311,7 +314,7 @@ class GraphPFN(LightningModule):
     def _finetune(self, nodes: Any, step: int) -> Tensor:
         """Loss of episode number `step`: some labelled nodes predict others, seen by one random member."""
         seed = self.hparams["seed"]
-        self._check_memory(nodes.x, nodes.edge_index, True)
+        self._check_size(nodes.x, nodes.edge_index, True)
         known, asked = episode(nodes.context, nodes.y, step, seed, nodes.classes)
         context = torch.zeros_like(nodes.context)
         context[known] = True

@@ -57,6 +57,7 @@ class Batch(NamedTuple):
         real: (b, n) bool, False where padded.
         edges: directed edges (2, m) between nodes of the flattened batch, `b * n`; None leaves the adapters out.
         labelled: k, the most labelled nodes of a graph.
+        columns: (b,) float32, how many columns of `x` are a graph's own.
     """
 
     x: Tensor
@@ -65,6 +66,7 @@ class Batch(NamedTuple):
     real: Tensor
     edges: Tensor | None
     labelled: int
+    columns: Tensor
 
 
 def pad(questions: list[Question]) -> Batch:
@@ -78,7 +80,8 @@ def pad(questions: list[Question]) -> Batch:
     real = torch.stack([position < len(q.x) for q in questions])
     edges = [q.edges + i * n for i, q in enumerate(questions) if q.edges is not None and q.edges.shape[1]]
     joined = torch.cat(edges, 1) if edges else None
-    return Batch(x, y, context, real, joined, max(len(q.y) for q in questions))
+    columns = x.new_tensor([q.x.shape[1] for q in questions])
+    return Batch(x, y, context, real, joined, max(len(q.y) for q in questions), columns)
 
 
 def neighbour_mean(x: Tensor, edges: Tensor) -> Tensor:
@@ -121,11 +124,13 @@ class Around(NamedTuple):
         columns: (b, n, 2 q), columns smoothed once and twice.
         votes: (b, n, 4, c), of predictors that look at the graph.
         structure: (b, n, 5).
+        groups: (b, 1, 1), column groups of each graph.
     """
 
     columns: Tensor
     votes: Tensor
     structure: Tensor
+    groups: Tensor
 
 
 class Surroundings(nn.Module):
@@ -168,15 +173,16 @@ class Surroundings(nn.Module):
         """
         edges = batch.edges
         assert edges is not None
-        b, n, q = x.shape
+        b, n, _ = x.shape
         k = y.shape[1]
         count = batch.real.sum(1)[:, None]
+        groups = (batch.columns / self.group).ceil()[:, None, None]
 
         def mean(z: Tensor) -> Tensor:
             return neighbour_mean(z.flatten(0, 1), edges).view_as(z)
 
         def size(z: Tensor) -> Tensor:  # b 1 1
-            return (z.square().sum((1, 2), keepdim=True) / (count[:, None] * q)).sqrt()
+            return (z.square().sum((1, 2), keepdim=True) / (count[:, None] * groups * self.group)).sqrt()
 
         degree = torch.bincount(edges[1], minlength=b * n).view(b, n, 1)
         once, smooth, root = mean(x), x, (1 + degree) ** -0.5
@@ -202,13 +208,13 @@ class Surroundings(nn.Module):
                 masses.append((mass / (mass.sum(1, keepdim=True) / count + 1e-6) + 0.01).log())
         structure = torch.stack([(degree.squeeze(-1) + 1.0).log() - 1.5, *masses, *scales], -1)
         scale = 5.0 if task == "classification" else 1.0
-        return Around(columns, torch.stack([*walks, *(scale * r for r in ridges)], 2), structure)
+        return Around(columns, torch.stack([*walks, *(scale * r for r in ridges)], 2), structure, groups)
 
     def forward(self, around: Around, task: Task) -> Tensor:
         """What is added to the tokens, (b, n, d)."""
         votes = self.votes if task == "classification" else self.value_votes
         columns = around.columns.unflatten(-1, (2, -1, self.group))  # b n 2 g p
-        columns = columns.mean(3).flatten(2) * columns.shape[3] ** 0.5
+        columns = columns.sum(3).flatten(2) / around.groups.sqrt()
         return self.columns(columns) + votes(around.votes.flatten(2)) + self.structure(around.structure)
 
 
@@ -339,8 +345,9 @@ class SmallNetwork(nn.Module):
         x = ((x - mean) / (deviation + 1e-6)).clamp(-10, 10) * real
         used = (deviation > 1e-6).sum(-1, keepdim=True).clamp(min=1)
         x = F.pad(x, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))  # b n g p
-        x = x * (x.shape[2] * group / used.unsqueeze(-1)).sqrt()  # the same size whatever the number of columns
-        token = self.columns(x.mean(2) * x.shape[2] ** 0.5)
+        groups = (batch.columns / group).ceil()[:, None, None]  # its own: wider graphs of the batch change nothing
+        x = x * (groups * group / used).sqrt().unsqueeze(-1)  # the same size whatever the number of columns
+        token = self.columns(x.sum(2) / groups.sqrt())
         x = x.flatten(2)
         votes = ridge(x, y, batch.context[:, : y.shape[1]])
         if task == "classification":

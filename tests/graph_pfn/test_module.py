@@ -308,6 +308,10 @@ def test_what_cannot_be_is_refused_in_one_line():
         module.predict_nodes(x, None, y, context, 2)
     with pytest.raises(ValueError, match="no node is labelled"):
         module.predict_nodes(x, None, y, torch.zeros(50, dtype=torch.bool), 2)
+    with pytest.raises(ValueError, match="every node is labelled"):
+        module.predict_nodes(x, None, y, torch.ones(50, dtype=torch.bool), 2)
+    with pytest.raises(ValueError, match="no feature columns: set structure"):
+        module.predict_nodes(x[:, :0], None, y, context, 2)
 
 
 def test_a_labelled_query_node_does_not_see_its_own_label():

@@ -414,6 +414,14 @@ def test_laplacian_eigenvectors():
         np.testing.assert_allclose(adjacency @ v, np.cos(2 * np.pi / n) * v, atol=1e-6)
 
 
+def test_a_graph_without_features_and_edges_has_nothing_to_go_by(tmp_path):
+    torch.save(Data(edge_index=torch.tensor([[3], [3]]), y=torch.arange(20) % 2, num_nodes=20), tmp_path / "g.pt")
+    data = NodeClassification(str(tmp_path / "g.pt"))
+    data.setup()
+    with pytest.raises(ValueError, match="all feature columns are constant"):
+        data.train_dataloader()
+
+
 def test_a_folder_of_the_name_does_not_hide_the_club(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("karate").mkdir()

@@ -38,13 +38,15 @@ def test_untrained_it_predicts_the_class_frequencies():
 
 def test_a_batch_answers_like_single_graphs():
     model = network()
-    questions = [question(12, 6), question(20, 4, 3, seed=1), question(9, 7, seed=2)]
-    together = model(questions)
-    for q, answer in zip(questions, together, strict=True):
-        alone = model([q])[0]
-        assert alone.query.shape == (len(q.x) - len(q.y), 10)
-        torch.testing.assert_close(alone.query, answer.query, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(alone.target, answer.target, atol=1e-4, rtol=1e-4)
+    questions = [question(12, 6), question(20, 4, 3, seed=1), question(9, 7, seed=2), question(10, 5, 40, seed=3)]
+    for task in ("classification", "regression"):
+        if task == "regression":
+            questions = [q._replace(y=q.y.float()) for q in questions]
+        for q, answer in zip(questions, model(questions, task), strict=True):
+            alone = model([q], task)[0]
+            assert len(alone.query) == len(q.x) - len(q.y)
+            torch.testing.assert_close(alone.query, answer.query, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(alone.target, answer.target, atol=1e-4, rtol=1e-4)
 
 
 def test_dense_and_sparse_agree():
