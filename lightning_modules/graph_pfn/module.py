@@ -142,6 +142,13 @@ class GraphPFN(LightningModule):
         if self.edge_head is not None:
             shard(self.edge_head, (), self.device_mesh)
 
+    def _build(self) -> None:
+        """Build the network where no run has, with the weights of `init_from`."""
+        if self.network is None:
+            self.configure_model()
+            if self.hparams["init_from"] and self._trainer is None:
+                self.load_weights_from(self.hparams["init_from"])
+
     def load_weights_from(self, source: str | list[str]) -> None:
         """Take weights from `source` (see `init_from`) and nothing else. What it lacks must be adapters.
 
@@ -219,7 +226,7 @@ class GraphPFN(LightningModule):
         self, questions: list[Question], task: Task = "classification", reconstruct: bool = False
     ) -> list[Answer]:
         """Answer questions; see `PublishedNetwork.forward` and `SmallNetwork.forward`."""
-        self.configure_model()
+        self._build()
         return self.network(questions, task, reconstruct)
 
     def _pretrain(self, tasks: list[Any]) -> dict[str, Tensor]:
@@ -288,7 +295,7 @@ class GraphPFN(LightningModule):
             ValueError: no node is labelled, or none is not, or there is no column, or the graph needs more memory than
                 `memory_gb`.
         """
-        self.configure_model()
+        self._build()
         if not context.any():
             raise ValueError("no node is labelled, so there is nothing to learn from")
         if context.all():
@@ -321,7 +328,10 @@ class GraphPFN(LightningModule):
         order = torch.argsort(~context, stable=True)
         place = torch.argsort(order)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        member = draw_members(nodes.x.shape[1], nodes.classes, replace(self.ensemble, members=1), generator)[0]
+        coded = nodes.classes > self.ensemble.letters  # the columns of a code are not alike, as permutations are
+        settings = self.ensemble if coded else replace(self.ensemble, members=1)
+        members = draw_members(nodes.x.shape[1], nodes.classes, settings, generator)
+        member = members[int(torch.randint(len(members), (1,), generator=generator))]
         y = nodes.y
         if nodes.classes == 0:
             y = (y - y[known].mean()) / y[known].std(correction=0).clamp(min=1e-6)
@@ -407,7 +417,7 @@ class GraphPFN(LightningModule):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the network as `model.safetensors`, `config.json` and a model card."""
-        self.configure_model()
+        self._build()
         config = {k: self.hparams[k] for k in ("layout", "sizes", "ensemble")}
         write_folder(folder, GraphPFN, FORMAT, config, self.network.state_dict())
 

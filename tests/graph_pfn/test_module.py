@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
+from torch_geometric.data import Data
 
 from callbacks import GraphEvaluation
 from datamodules import GraphPrior, NodeClassification
@@ -103,8 +104,6 @@ def test_fine_tuning_is_never_below_in_context(tmp_path):
 @pytest.mark.parametrize("classes", [0, 2, 12])
 @pytest.mark.parametrize("layout", ["tiny", "limix16m"])
 def test_fit_and_predict_on_values_and_classes(layout, classes, tmp_path):
-    from torch_geometric.data import Data
-
     torch.manual_seed(0)
     n = 60
     y = torch.rand(n) if classes == 0 else torch.arange(n) % classes
@@ -202,6 +201,33 @@ def test_pretraining_warms_up_and_cools_down(tmp_path):
     assert seen == pytest.approx([1e-5, 5.05e-4, 1e-3, 8.535534e-4, 5e-4, 1.464466e-4])
     endless = rates(tmp_path, "pretrain", max_epochs=-1, max_time={"seconds": 1})
     assert endless[2:] == [1e-3] * (len(endless) - 2)
+
+
+def test_fine_tuning_on_many_classes_sees_all_columns_of_a_code(tmp_path, monkeypatch):
+    alone = []
+    view = graph_pfn.module.view
+
+    def watch(x, y, edges, member, *rest):
+        letter = member.codes.bincount().argmin()
+        alone.append(int((member.codes == letter).nonzero()[0]) if (member.codes == letter).sum() == 1 else None)
+        return view(x, y, edges, member, *rest)
+
+    monkeypatch.setattr(graph_pfn.module, "view", watch)
+    y = torch.arange(120) % 12
+    torch.save(Data(x=torch.randn(120, 4), edge_index=torch.randint(120, (2, 200)), y=y), tmp_path / "g.pt")
+    data = NodeClassification(str(tmp_path / "g.pt"), train_fraction=0.5, steps_per_epoch=12)
+    trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(GraphPFN(sizes=SMALL), data)
+    assert len(set(alone)) > 3
+
+
+def test_a_module_outside_a_run_has_the_weights_it_names():
+    assert torch.equal(answers(GraphPFN(init_from="tiny")), answers(GraphPFN.from_pretrained("tiny")))
+    assert not torch.equal(answers(GraphPFN()), answers(GraphPFN.from_pretrained("tiny")))
+
+
+def answers(module: GraphPFN) -> torch.Tensor:
+    x = torch.arange(40.0).view(10, 4).sin()
+    return module.predict_nodes(x, None, torch.arange(10) % 2, torch.arange(10) < 6, 2)
 
 
 def test_accumulated_batches_are_episodes_of_their_own(tmp_path, monkeypatch):
