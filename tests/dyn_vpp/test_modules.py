@@ -48,7 +48,7 @@ def home(tmp_path_factory):
 
 
 def data(home, **options) -> ExpertVideos:
-    return ExpertVideos(str(home / "own"), data_dir=str(home / "data"), **{**DATA, **options})
+    return ExpertVideos(str(home / "own"), data_dir=str(home / "data"), **{**DATA, "batch_size": 2, **options})
 
 
 def trainer(folder, **options) -> Trainer:
@@ -206,12 +206,13 @@ def test_latents_computed_beforehand_are_the_videos_own(home, base, tmp_path):
     for source in (videos, latents):
         module = post(base, anchor_weight=0.1, pixel_weight=0.1)
         run = trainer(tmp_path, max_steps=1, limit_val_batches=0)
-        own = ExpertVideos(str(source), data_dir=str(tmp_path / "data"), **DATA)
+        own = ExpertVideos(str(source), data_dir=str(tmp_path / "data"), **{**DATA, "batch_size": 2})
         logged: dict = {}
         module.log_dict = lambda values, logged=logged, **_: logged.update(values)
         run.fit(module, own)
         del module.log_dict
-        (metrics,) = trainer(tmp_path, callbacks=[VideoGrid(2)]).test(module, own, verbose=False)
+        pictures = [VideoGrid(2)] if source == latents else []
+        (metrics,) = trainer(tmp_path, callbacks=pictures).test(module, own, verbose=False)
         figures.append({k: float(v) for k, v in (logged | metrics).items()})
     assert (tmp_path / "plots" / "videos_test.png").is_file()
     pixels = {"test/psnr", "test/ssim", "test/flow_error", "train/reward", "train/loss", "train/gradient_norm"}
@@ -273,7 +274,7 @@ def test_post_training_moves_the_unet_alone(home, base):
     assert logged.keys() >= {f"train/{k}" for k in ("reward", "copy_reward", "ratio", "anchor", "gradient_norm")}
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_ratio_is_one_before_the_update_and_micro_batches_change_nothing(home, base, shared):
     moves, watched = [], []
     for size in (None, 1):
@@ -353,16 +354,19 @@ def test_adapters_alone_are_trained_and_merged_on_saving(home, base):
     assert any(not torch.equal(v, before[f"model.{k}"]) for k, v in merged.state_dict().items())
 
 
-CLIP = {"advantages": "clip", "clip": 1e-4}
 STEPS = {"steps": 4, "stochastic": [0, 1, 2]}
+CLIP = STEPS | {"advantages": "clip", "clip": 1e-4}
+DDPO = CLIP | {"shared_noise": False, "baseline": "batch", "scale": "batch"}
+FLOW_GRPO = CLIP | {"shared_noise": False, "scale": "batch", "kl_weight": 0.01}
+DANCE_GRPO = CLIP | {"step_kind": "drift", "eta": 0.25, "keep": 2, "step_share": 0.6}
 
 
 @pytest.mark.parametrize(
     ("options", "passes"),
     [
-        (STEPS | CLIP | {"shared_noise": False, "baseline": "batch", "scale": "batch"}, 3),  # DDPO
-        (STEPS | CLIP | {"shared_noise": False, "kl_weight": 0.01}, 3),  # Flow-GRPO
-        (STEPS | CLIP | {"step_kind": "drift", "eta": 0.25, "keep": 2, "step_share": 0.6}, 2),  # DanceGRPO
+        pytest.param(DDPO, 3, marks=pytest.mark.long),
+        pytest.param(FLOW_GRPO, 3, marks=pytest.mark.long),
+        (DANCE_GRPO, 2),
     ],
 )
 def test_related_algorithms_are_settings(home, base, options, passes):
@@ -372,7 +376,7 @@ def test_related_algorithms_are_settings(home, base, options, passes):
     module._update = lambda *args: trained.append([s.transition for s in args[3]]) or update(*args)
     backward, count = module.manual_backward, []
     module.manual_backward = lambda loss: count.append(1) or backward(loss)
-    trainer(home / "related", max_steps=1, limit_val_batches=0).fit(module, data(home, batch_size=2))
+    trainer(home / "related", max_steps=1, limit_val_batches=0).fit(module, data(home))
     assert sum(count) == passes
     before = weights(base)
     assert any(not torch.equal(before[k], v) for k, v in module.state_dict().items())
@@ -432,11 +436,11 @@ def test_reference_is_neither_trained_nor_saved(home, base):
 def test_resumed_equals_uninterrupted(home, base):
     options = {"stochastic": [0, 1], "step_share": 0.5}
     whole = post(base, **options)
-    keep = ModelCheckpoint(home / "kept", filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    trainer(home / "whole", max_steps=4, limit_val_batches=0, callbacks=[keep]).fit(whole, data(home))
+    keep = ModelCheckpoint(home / "kept", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer(home / "whole", max_steps=3, limit_val_batches=0, callbacks=[keep]).fit(whole, data(home))
     resumed = post(base, **options)
-    run = trainer(home / "resumed", max_steps=4, limit_val_batches=0)
-    run.fit(resumed, data(home), ckpt_path=home / "kept" / "step=3.ckpt", weights_only=True)  # inside an epoch
+    run = trainer(home / "resumed", max_steps=3, limit_val_batches=0)
+    run.fit(resumed, data(home), ckpt_path=home / "kept" / "step=2.ckpt", weights_only=True)  # inside an epoch
     assert all(torch.equal(v, resumed.state_dict()[k]) for k, v in whole.state_dict().items())
 
 

@@ -1,4 +1,5 @@
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -122,17 +123,52 @@ def test_ratio_and_shared_gradient_of_the_unet(unet):
     unet.zero_grad()
 
 
-def test_gradient_checkpointing_changes_nothing_in_eval_mode(unet):
+@contextmanager
+def kept_for_backward(unet):
+    """Bytes that a forward pass keeps, weights apart: the one entry of the list that it gives."""
+    own, total = {p.untyped_storage().data_ptr() for p in unet.parameters()}, [0]
+
+    def keep(x):
+        total[0] += 0 if x.untyped_storage().data_ptr() in own else x.nbytes
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        yield total
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory_in_eval_mode(unet):
     x, c = torch.randn(2, 2, 4, 8, 8), condition()
-    norms = []
+    norms, kept = [], []
     for switch in (unet.disable_gradient_checkpointing, unet.enable_gradient_checkpointing):
         switch()
         unet.zero_grad()
-        predict_clean(unet, x, 3.0, c).square().mean().backward()
+        with kept_for_backward(unet) as total:
+            loss = predict_clean(unet, x, 3.0, c).square().mean()
+        kept += total
+        loss.backward()
         norms.append(unet.conv_in.weight.grad.clone())
     unet.disable_gradient_checkpointing()
     unet.zero_grad()
     torch.testing.assert_close(*norms)
+    assert kept[1] < 0.7 * kept[0]  # diffusers leaves the temporal attention out
+
+
+def test_micro_batches_keep_their_share_of_the_memory(unet):
+    b, g, f = 4, 8, 2
+    c, schedule = condition(b), hybrid_schedule(karras_sigmas(2, 0.1, 20.0))
+    shape = (f, 4, 8, 8)
+    result = rollout(lambda x, s: predict_clean(unet, x, s, c), torch.randn(b, 1, *shape), torch.randn(1, b, g, *shape),
+                     schedule)  # fmt: skip
+    (whole,), parts = (micro_batches(result.steps, torch.randn(b, g, f), size) for size in (None, 1))
+    kept = []
+    for part in (whole, *parts):
+        with kept_for_backward(unet) as total:
+            own = c.rows(part.contexts)
+            loss = policy_loss(lambda x, s, own=own: predict_clean(unet, x, s, own), part.step, part.advantages).loss
+        kept += total
+        loss.backward()
+    unet.zero_grad()
+    assert len(parts) == b and max(kept[1:]) < 0.3 * kept[0]
 
 
 @pytest.mark.parametrize("h, w", [(8, 8), (12, 10)])  # (12, 10) is no multiple of 4: sizes are forced on the way up
