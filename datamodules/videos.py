@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,6 +226,8 @@ def read_video(path: Path, size: int) -> np.ndarray:
         raise ImportError(
             "reading videos needs imageio: pip install 'fulgurite[robots]' (for MP4 also: pip install av)"
         ) from None
+    if path.suffix.lower() == ".mp4" and find_spec("av") is None:
+        raise ImportError(f"reading {path} needs PyAV: pip install av")
     try:
         which: Any = None if path.suffix == ".gif" else ...
         frames = torch.from_numpy(np.asarray(imageio.imread(path, index=which)))
@@ -251,7 +254,7 @@ def read_latents(path: Path) -> tuple[np.ndarray, str]:
     Args:
         path: A safetensors file with the tensor `latents`, scaled as the video model sees them (the autoencoder's
             scaling factor is in). `VideoModel.write_latents` makes one, and leaves its mark in the metadata under
-            `autoencoder`; the mark of a file without it is an empty string.
+            `autoencoder`; the mark of a file without it is an empty string, and nothing is checked.
 
     Raises:
         ValueError: If it cannot be read or holds something else.

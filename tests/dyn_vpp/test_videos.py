@@ -3,6 +3,7 @@
 import errno
 import resource
 
+import imageio.v3 as imageio
 import numpy as np
 import pytest
 import torch
@@ -153,13 +154,20 @@ def test_latents_that_cannot_be_used_are_named(tmp_path):
 
 
 def test_mp4_is_read(tmp_path):
-    imageio = pytest.importorskip("imageio.v3")
-    try:
-        imageio.imwrite(tmp_path / "a.mp4", video(0, size=32), fps=10)
-    except Exception:  # no plug-in that writes it
-        pytest.skip("no MP4 plug-in of imageio")
-    frames = read_video(tmp_path / "a.mp4", 16)
-    assert frames.shape == (12, 16, 16, 3)
+    pytest.importorskip("av")
+    imageio.imwrite(tmp_path / "a.mp4", video(0, size=32), fps=10, codec="mpeg4", plugin="pyav")
+    frames = read_video(tmp_path / "a.mp4", 32)
+    assert frames.shape == (12, 32, 32, 3)
+    assert np.abs(frames.astype(int) - video(0, size=32)).mean() < 10
+    (tmp_path / "b.mp4").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"b\.mp4 cannot be read"):
+        read_video(tmp_path / "b.mp4", 32)
+
+
+def test_without_its_library_mp4_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("datamodules.videos.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"reading .*a\.mp4 needs PyAV: pip install av"):
+        read_video(tmp_path / "a.mp4", 16)
 
 
 def test_bad_files_are_named(tmp_path):
@@ -218,7 +226,6 @@ def test_frames_are_stored_as_numpy_stores_them(tmp_path):
 
 
 def test_shades_of_grey(tmp_path):
-    imageio = pytest.importorskip("imageio.v3")
     imageio.imwrite(tmp_path / "grey.gif", video(0)[..., 0], loop=0)
     frames = read_video(tmp_path / "grey.gif", 20)
     assert frames.shape == (12, 20, 20, 3)
