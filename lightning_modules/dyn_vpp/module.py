@@ -23,6 +23,7 @@ from .objective import (
     Advantages,
     MicroBatch,
     PolicyLoss,
+    check_keep,
     group_advantages,
     micro_batches,
     pathwise_loss,
@@ -131,6 +132,7 @@ class DynVPP(VideoDiffusion):
         self.automatic_optimization = False
         if group < 2:
             raise ValueError(f"group {group} has nothing to compare with: use at least 2 samples per context")
+        check_keep(keep, group)
         if not stochastic:
             raise ValueError("stochastic names no step: without noise there is nothing to choose from")
         if not 0 < step_share <= 1:
@@ -214,7 +216,7 @@ class DynVPP(VideoDiffusion):
         """Start `[b 1 f c h w]` (or `[b g ...]`) and one `[b g f c h w]` for each stochastic step."""
         h = self.hparams
         g, starts = h["group"], 1 if h["shared_noise"] else h["group"]
-        shape = (starts + g * len(h["stochastic"]), *latents.shape[1:])
+        shape = (starts + g * sum(step.std > 0 for step in self.schedule), *latents.shape[1:])
         draws = context_noise(index.tolist(), shape, h["seed"], ROLLOUT, self.current_epoch).to(latents)
         return draws[:, :starts], list(draws[:, starts:].split(g, dim=1))
 

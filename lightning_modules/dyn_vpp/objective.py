@@ -55,6 +55,16 @@ def _moments(rewards: Tensor, finite: Tensor, dims: tuple[int, ...]) -> tuple[Te
     return mean, (squares / (count - 1).clamp(min=1)).sqrt()
 
 
+def check_keep(keep: int | None, g: int) -> None:
+    """Refuse a number of samples that train which is no even part of a group of g.
+
+    Raises:
+        ValueError: Naming both.
+    """
+    if keep is not None and (keep % 2 or not 2 <= keep <= g):
+        raise ValueError(f"keep must be an even number from 2 to the group size {g}, got {keep}")
+
+
 def group_advantages(
     rewards: Tensor,
     *,
@@ -91,8 +101,7 @@ def group_advantages(
     g = rewards.shape[1]
     if "group" in (baseline, scale) and g < 2:
         raise ValueError("a group of 1 has nothing to compare with: use at least 2 samples per context")
-    if keep is not None and (keep % 2 or not 2 <= keep <= g):
-        raise ValueError(f"keep must be an even number from 2 to the group size {g}, got {keep}")
+    check_keep(keep, g)
     finite = rewards.isfinite()
     group_mean, group_std = _moments(rewards, finite, (1,))
     batch_mean, batch_std = _moments(rewards, finite, (0, 1))

@@ -170,7 +170,8 @@ class VideoModel(nn.Module):
     def _check_frames(self, frames: int) -> None:
         if frames != self.frames:
             raise ValueError(
-                f"the clips have {frames} frames and the model {self.frames}: set data.frames to {self.frames}"
+                f"the clips have {frames} frames and the model {self.frames}: set data.frames to {self.frames}, "
+                f"or, if the model is a published folder, model.unet.num_frames to {frames}"
             )
 
     def mark(self) -> str:

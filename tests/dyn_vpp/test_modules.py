@@ -529,6 +529,7 @@ def test_the_shipped_base_is_small_and_what_the_configs_describe():
         ({"advantage_bound": 0.0}, r"advantage_bound 0\.0 must be above 0"),
         ({"anchor_weight": -1.0}, r"anchor_weight -1\.0 must be at least 0"),
         ({"l1_weight": float("nan")}, "l1_weight nan must be at least 0"),
+        ({"keep": 3}, "keep must be an even number from 2 to the group size 8, got 3"),
         ({"skip_frames": -1}, "skip_frames -1 must be at least 0"),
     ],
 )
