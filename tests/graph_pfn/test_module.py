@@ -4,12 +4,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
+import configs
 from callbacks import GraphEvaluation
 from datamodules import GraphPrior, NodeClassification
 from datamodules.nodes import clean_edges
@@ -354,6 +356,8 @@ def test_a_labelled_query_node_does_not_see_its_own_label():
 def test_the_shipped_model_is_small_and_has_learnt_something():
     folder = Path(graph_pfn.__file__).parent / "tiny"
     assert sum(p.stat().st_size for p in folder.iterdir()) < 4e6
+    made_with = yaml.safe_load((folder / "pretraining.yaml").read_text())
+    assert made_with == yaml.safe_load(configs.find("graph_pfn/prior_tiny").read_text())
     module = GraphPFN.from_pretrained("tiny")
     module.hparams["recipe"] = "pretrain"
     data = GraphPrior(settings={"regression": 0.0}, batch_size=8, seed=99)
