@@ -30,7 +30,7 @@ from .networks import SMALL_AUTOENCODER, SMALL_UNET, Condition
 from .objective import denoising_loss
 from .rewards import cosine_reward, l1_reward, latent_reward
 from .sampler import context_noise, hybrid_schedule, karras_sigmas, rollout
-from .video_model import ClipText, VideoModel, located
+from .video_model import ClipText, VideoModel, located, saved_sampler
 
 # What random numbers are for: with the seed, the epoch and the clip's number they make the key.
 TRAINING, EVALUATION, ROLLOUT = range(3)
@@ -387,7 +387,7 @@ class VideoDiffusion(LightningModule):
             dtype: Type of the weights in the files, such as `torch.bfloat16`.
         """
         assert self.model is not None, "call configure_model() first"
-        self.model.save(folder, dtype)
+        self.model.save(folder, dtype, {name: self.hparams[name] for name in ("steps", "sigma_min", "sigma_max")})
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **options: Any) -> "VideoDiffusion":
@@ -395,13 +395,13 @@ class VideoDiffusion(LightningModule):
 
         Args:
             folder: Which.
-            options: Arguments of the class, such as the sampler's.
+            options: Arguments of the class. Those of the sampler are the saved module's, where they are left out.
 
         Raises:
             FileNotFoundError: If a part is missing.
             ValueError: If it is of a newer version.
         """
-        module = cls(**options, init_from=str(folder))
+        module = cls(**saved_sampler(located(folder)) | options, init_from=str(folder))
         module.configure_model()
         return module.eval()
 

@@ -2,7 +2,7 @@
 
     folder/unet/  folder/vae/      as diffusers writes and reads them (config.json, safetensors)
     folder/text/                   the token table (model.safetensors), where there is one
-    folder/config.json             format version, class, text settings
+    folder/config.json             format version, class, text settings, the sampler where it is known
 
 A published folder of Stable Video Diffusion has `unet/` and `vae/` too, and is read with the text settings that the
 caller gives.
@@ -269,19 +269,22 @@ class VideoModel(nn.Module):
         scaling = float(self.autoencoder.config.scaling_factor)
         return {**self.config, "autoencoder": {**self.config["autoencoder"], "scaling_factor": scaling}}
 
-    def save(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+    def save(
+        self, folder: str | Path, dtype: torch.dtype = torch.float32, sampler: dict[str, float] | None = None
+    ) -> None:
         """Write the folder; see the top of this file. Adapters are merged into the weights.
 
         Args:
             folder: Made if need be.
             dtype: Type of the weights in the files; they are read back as float32.
+            sampler: `steps`, `sigma_min` and `sigma_max` that suit the model, for `saved_sampler`.
         """
         from lightning_modules.dyn_vpp.diffusion import VideoDiffusion
 
         unet = video_unet(self.config["unet"])
         unet.load_state_dict(merge(self.unet.state_dict()))
         networks: list[tuple[str, Any]] = [("unet", unet), ("vae", copy.deepcopy(self.autoencoder))]
-        own = {k: self.config[k] for k in ("text", "fps", "guidance")}
+        own = {k: self.config[k] for k in ("text", "fps", "guidance")} | ({"sampler": sampler} if sampler else {})
         with new_folder(folder) as unfinished:
             for name, network in networks:
                 nn.Module.to(network, dtype).save_pretrained(unfinished / name)  # diffusers' own `to` warns of nothing
@@ -315,6 +318,7 @@ class VideoModel(nn.Module):
         own: dict[str, Any] = {}
         if (folder / "config.json").is_file():
             _, own = read_config(folder, "VideoModel", FORMAT)
+            own.pop("sampler", None)
             unet = None
         elif text is None:
             raise ValueError(f"{folder} does not say how text is read: set text_encoder")
@@ -331,6 +335,14 @@ class VideoModel(nn.Module):
         if (path := folder / "text" / "model.safetensors").is_file():
             fill(model.text, read_tensors(path), path)
         return model
+
+
+def saved_sampler(source: str | Path) -> dict[str, float]:
+    """The `steps`, `sigma_min` and `sigma_max` that a folder (or its id on the hub) was saved with; empty if none."""
+    folder = fetch(source, FILES)
+    if not (folder / "config.json").is_file():
+        return {}
+    return read_config(folder, "VideoModel", FORMAT)[1].get("sampler", {})
 
 
 def from_folder(kind: type[Any], folder: Path) -> Any:

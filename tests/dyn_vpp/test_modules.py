@@ -138,12 +138,13 @@ def test_the_autoencoder_is_not_trained(autoencoder, base):
 def test_folder_is_diffusers_own_and_predicts_the_same(home, base):
     module = VideoDiffusion.load_from_checkpoint(base).eval()
     module.save_pretrained(home / "folder")
-    again = VideoDiffusion.from_pretrained(home / "folder", **SAMPLER)
+    again = VideoDiffusion.from_pretrained(home / "folder")  # with the sampler that it was saved with
     image, tokens = torch.rand(2, 3, 16, 16) * 2 - 1, torch.tensor([[3, 4, 0, 0], [5, 0, 0, 0]])
     video = module(image, tokens)
     assert video.shape == (2, 4, 3, 16, 16) and video.min() >= 0 and video.max() <= 1
     assert torch.equal(again(image, tokens), video)
     assert not torch.equal(module(image, tokens.flip(0)), video)  # text matters
+    assert VideoDiffusion.from_pretrained(home / "folder", steps=2).sigmas[0] == module.sigmas[0]
     unet = UNetSpatioTemporalConditionModel.from_pretrained(home / "folder" / "unet")
     assert all(torch.equal(a, b) for a, b in zip(unet.parameters(), module.model.unet.parameters(), strict=True))
     assert not list((home / "folder").rglob("*.bin"))
