@@ -57,7 +57,7 @@ class GraphTask(NamedTuple):
         y: targets of all nodes (n,): class labels 0 to classes - 1 (int64) or standardised values (float32).
         n_context: the first `n_context` nodes are labelled, the others are to be predicted.
         classes: number of classes, 0 for regression.
-        index: number of the graph under its seed, from which what is drawn about it in training follows.
+        number: of the graph under its seed, from which what is drawn about it in training follows.
     """
 
     x: Tensor
@@ -65,7 +65,7 @@ class GraphTask(NamedTuple):
     y: Tensor
     n_context: int
     classes: int
-    index: int = 0
+    number: int = 0
 
 
 # --- distributions ----------------------------------------------------------------------------------------------------
@@ -686,9 +686,9 @@ class GraphPrior(LightningDataModule):
         """Draw graph number `index` (0 to 2**62)."""
         rng = _generator(self.seed, index)
         if isinstance(self.prior, PaperPrior):
-            return self.prior(rng)._replace(index=index)
+            return self.prior(rng)._replace(number=index)
         shared = _generator(self.seed, 2**63 + index // self.batch_size)
-        return self.prior(rng, shared)._replace(index=index)
+        return self.prior(rng, shared)._replace(number=index)
 
     def _validation(self, index: int) -> GraphTask:
         return self.sample(2**62 + index)

@@ -239,7 +239,7 @@ class GraphPFN(LightningModule):
             hidden_edges, hidden_cells, questions = [], [], []
             for t in (tasks[i] for i in chosen):
                 x, edges = t.x, t.edge_index
-                generator = torch.Generator().manual_seed(h["seed"] * 1_000_003 + t.index)
+                generator = torch.Generator().manual_seed(h["seed"] * 1_000_003 + t.number)
                 if h["edge_weight"]:
                     hidden_edges.append(hide_edges(edges, len(x), h["edge_rate"], h["hide_both_directions"], generator))
                     edges = hidden_edges[-1].visible

@@ -149,7 +149,7 @@ def test_what_is_hidden_in_a_graph_depends_on_neither_batch_nor_rank():
     for name in ("loss", "prediction", "edges", "gain"):
         torch.testing.assert_close((3 * parts[0][name] + 2 * parts[1][name]) / 5, whole[name], atol=1e-5, rtol=1e-4)
     with torch.no_grad():
-        other = module._pretrain([g._replace(index=g.index + 1) for g in graphs])
+        other = module._pretrain([g._replace(number=g.number + 1) for g in graphs])
     assert not torch.allclose(other["edges"], whole["edges"])
 
 

@@ -77,10 +77,10 @@ def test_workers_change_nothing(prior, changes):
 def test_graphs_carry_their_number():
     data = GraphPrior(batch_size=2, graphs_per_epoch=4, validation_graphs=3)
     loader = data.train_dataloader()
-    assert [task.index for batch in loader for task in batch] == [0, 1, 2, 3]
+    assert [task.number for batch in loader for task in batch] == [0, 1, 2, 3]
     loader.sampler.set_epoch(1)
-    assert [task.index for batch in loader for task in batch] == [4, 5, 6, 7]
-    assert len({task.index for batch in data.val_dataloader() for task in batch}) == 3
+    assert [task.number for batch in loader for task in batch] == [4, 5, 6, 7]
+    assert len({task.number for batch in data.val_dataloader() for task in batch}) == 3
 
 
 def test_epochs_and_validation_have_their_own_graphs():
