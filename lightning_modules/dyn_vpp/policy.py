@@ -153,12 +153,16 @@ class VideoPolicy(LightningModule):
         """Build the networks if there are none yet (`load_from_checkpoint`); exchange the video model if asked to.
 
         Raises:
-            ValueError: If the other video model has other sizes.
+            ValueError: If the other video model has other sizes, or the checkpoint is sharded.
         """
         if self.model is None:
             self.configure_model()
         if source := self.hparams["other_video"]:
             assert self.model is not None
+            if "state_dict" not in checkpoint:
+                raise ValueError(
+                    "other_video needs the policy in one file: `fulgurite consolidate` its checkpoint first"
+                )
             own, other = self.model.video, read_model(source)
             sizes = [{k: v.shape for k, v in m.state_dict().items()} for m in (own, other)]
             if sizes[0] != sizes[1] or own.frames != other.frames:

@@ -133,6 +133,9 @@ def test_an_old_head_acts_on_another_video_model(model, tmp_path):
     longer.save(tmp_path / "longer")
     with pytest.raises(ValueError, match="has other sizes than the policy's own video model"):
         VideoPolicy.load_from_checkpoint(tmp_path / "policy.ckpt", other_video=str(tmp_path / "longer"))
+    with pytest.raises(ValueError, match="other_video needs the policy in one file"):
+        mixed.hparams["other_video"] = "other"
+        mixed.on_load_checkpoint({})
     with pytest.raises(ValueError, match="other_video is for a trained policy"):
         policy.hparams["other_video"] = "other"
         policy.on_fit_start()
