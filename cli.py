@@ -233,7 +233,8 @@ def front_door() -> type:
             if self.subcommand != "fit" and not config.get("ckpt_path"):
                 print(f"fulgurite: no --ckpt_path: this is a {self.subcommand} of the model that the config builds")
             self.to_save = config.clone()
-            self.to_save.pop("dry_run")
+            for option in ("dry_run", "verbose", "return_predictions"):  # what not every subcommand takes
+                self.to_save.pop(option, None)
             checkpoint = Path(config.ckpt_path) if config.get("ckpt_path") else None
             run = run_folder_of(checkpoint) if checkpoint else None
             run = run or new_run_folder(Path(config.trainer.default_root_dir or "runs"), config.name)

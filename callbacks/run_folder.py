@@ -114,13 +114,21 @@ class RunFolder(SaveConfigCallback):
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger) and trainer.is_global_zero:
                 self.wandb_id = logger.experiment.id
-        path = Path(trainer.default_root_dir) / CONFIG
-        if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run and not path.exists():
-            with whole_file(path) as unfinished:
-                self.parser.save(self.config, unfinished, skip_none=False, overwrite=True, multifile=False)
+        if stage == "fit":
+            self._keep_config(trainer)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger) and trainer.is_global_zero and stage == "fit":
                 logger.experiment.config.update({"cli": self.config.as_dict()}, allow_val_change=True)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A test or a prediction that has no fit before it keeps its config too, once it has come to its end."""
+        self._keep_config(trainer)
+
+    def _keep_config(self, trainer: Trainer) -> None:
+        path = Path(trainer.default_root_dir) / CONFIG
+        if trainer.is_global_zero and not trainer.fast_dev_run and not path.exists():
+            with whole_file(path) as unfinished:
+                self.parser.save(self.config, unfinished, skip_none=False, overwrite=True, multifile=False)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Nothing more: `setup` has saved it."""

@@ -213,3 +213,12 @@ def test_tensorboard_holds_the_figures_of_the_csv(tmp_path):
     for name in ("train/loss", "val/loss", "val/accuracy"):
         assert [x.value for x in events.Scalars(name)] == pytest.approx(column(folder, name))
         assert column(folder, name)
+
+
+@pytest.mark.parametrize("first", ["test", "predict", "validate"])
+def test_what_is_run_without_a_fit_keeps_its_config_too(first, tmp_path):
+    made = run([first, "-c", "graph_pfn/karate", "--data.seed", "3"], tmp_path)
+    for second in ("fit", "test" if first == "predict" else "predict"):
+        args = [second, "-c", str(made / "config.yaml"), "-c", "trainer/smoke"]
+        again = run(args, tmp_path)
+        assert again != made and "seed: 3" in (again / "config.yaml").read_text()
