@@ -35,6 +35,7 @@ from lightning_modules import FedHPro
 RESULTS = Path(__file__).parent / "results" / "fedhpro"
 LAST = 5  # rounds that count
 ANCHORS = {"tau": 0.2, "margin_normalize": True}
+WEAKER = {"contrastive_weight": 0.3, "alignment_weight": 0.3}
 ROWS: dict[str, dict[str, Any]] = {  # name: arguments; the strategy is named before "_", or in STRATEGY
     "FedAvg": {},
     "FedProx": {"mu": 0.01},
@@ -64,6 +65,8 @@ ROWS: dict[str, dict[str, Any]] = {  # name: arguments; the strategy is named be
     "FedTGP_weight0.1": {"weight": 0.1},
     "FedTGP_weight1": {"weight": 1.0},
     "HyperPrototypes_tau0.5": ANCHORS | {"tau": 0.5},
+    "HyperPrototypes_weight0.3": ANCHORS | WEAKER,
+    "FrozenHyperPrototypes_weight0.3": ANCHORS | WEAKER,
     # other ways to match, which move the hyper-prototypes further
     "Matching_lr1": ANCHORS | {"lr": 1.0},
     "Matching_lr10": ANCHORS | {"lr": 10.0},
