@@ -152,6 +152,7 @@ def front_door() -> type:
     from lightning_modules.distributed import read_checkpoint
 
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # lightning's own use of a renamed class
+    warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # frozen parts are meant to be
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "litlogger" not in record.getMessage() and "litmodels" not in record.getMessage()
     )

@@ -223,9 +223,7 @@ def read_video(path: Path, size: int) -> np.ndarray:
     try:
         import imageio.v3 as imageio
     except ImportError:
-        raise ImportError(
-            "reading videos needs imageio: pip install 'fulgurite[robots]' (for MP4 also: pip install av)"
-        ) from None
+        raise ImportError("reading videos needs imageio: pip install 'fulgurite[robots]'") from None
     if path.suffix.lower() == ".mp4" and find_spec("av") is None:
         raise ImportError(f"reading {path} needs PyAV: pip install av")
     try:

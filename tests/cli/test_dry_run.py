@@ -158,7 +158,7 @@ def paper_video():
     from lightning_modules.dyn_vpp.networks import SMALL_AUTOENCODER, SVD_UNET
     from tests.dyn_vpp.toys import write_folder
 
-    for part, layout in (("unet", SVD_UNET | {"num_frames": 16}), ("vae", SMALL_AUTOENCODER)):
+    for part, layout in (("unet", SVD_UNET), ("vae", SMALL_AUTOENCODER)):
         Path("svd", part).mkdir(parents=True)
         Path("svd", part, "config.json").write_text(json.dumps(layout))
     model = ["--model.init_from", "svd", "--model.text_encoder", "null"]
