@@ -85,13 +85,14 @@ def table(folder: Path) -> None:
         shown = [f"{mean(x):.3f}" + (f" ± {stdev(x):.3f}" if len(x) > 1 else "") if x else "-" for x in values]
         lines.append(f"| {variant} | {max(map(len, values))} | " + " | ".join(shown) + " |")
     (folder / "table.md").write_text("\n".join(lines) + "\n")
-    figure = Figure(figsize=(2.2 * len(names), 3), layout="constrained")
-    for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots(2, -(-len(names) // 2), squeeze=False).flat
+    for axis, name in zip(axes, names, strict=False):  # of an odd number, the last place stays empty
         for i, variant in enumerate(found):
             axis.plot([i] * len(cells[variant][name]), cells[variant][name], "o")
         axis.set_title(name, fontsize=8)
         axis.set_xticks(range(len(found)), found, rotation=30, fontsize=7)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * max(max(x, default=0) for x in (cells[v][name] for v in found)))
     figure.savefig(folder / "comparison.png", dpi=120)
     print("\n".join(lines))
 
