@@ -418,7 +418,7 @@ class SmallPrior:
             attached_degree=2,
             subgraphs=int(rng.integers(2, 9)),
             first_level_share=rng.uniform(0.05, 0.95),
-            smallest_subgraph=32,
+            smallest_subgraph=min(32, n - 1),  # else a graph of 32 nodes with values is never found
             groups=int(rng.integers(2, 7)),
             offdiagonal=0.1,
         )

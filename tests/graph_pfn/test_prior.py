@@ -270,3 +270,10 @@ def test_a_prior_that_rejects_every_graph_says_why(prior):
     changes = {"nodes": [20, 25]} | ({"regression": 1.0} if prior == "small" else {})
     with pytest.raises(ValueError, match="none of 1000 graphs passes .*too few for a subgraph.* widen settings"):
         GraphPrior(prior, changes).sample(0)
+
+
+@pytest.mark.parametrize("nodes", [20, 32, 33])
+def test_graphs_with_values_may_be_as_small_as_any(nodes):
+    prior = GraphPrior(settings={"nodes": [nodes, nodes], "regression": 1.0, "scm": 1.0}, batch_size=2)
+    for i in range(10):
+        assert 0 < len(prior.sample(i).y) <= nodes
