@@ -36,6 +36,7 @@ from datamodules.graph_structure import (
     Floats,
     Ints,
     Rejected,
+    ball,
     block_model,
     both_directions,
     geometric_graph,
@@ -359,13 +360,16 @@ class SmallPrior:
         reduced: share of class-first graphs whose features are principal components.
         wide: smallest and largest number of columns before the reduction, log-uniform.
         diffused: share of class-first graphs with edges whose features are seen at the neighbours.
+        balls: share of class-first and geometric graphs that are the surroundings of one node in a larger graph, as
+            graphs too large for the memory are cut: there the class of that node often outnumbers the others.
+        larger: smallest and largest number of times that such a graph is larger, log-uniform.
         balanced: share of contexts with equally many labels per class.
         per_class: smallest and largest number of labels per class in those, log-uniform.
         regression: share of batches that are regression.
         edgeless: share of batches without edges: keeps the use of features alive.
     """
 
-    nodes: tuple[int, int] = (100, 500)
+    nodes: tuple[int, int] = (100, 1500)
     degree: tuple[float, float] = (1.5, 60.0)
     features: tuple[int, int] = (4, 16)
     scm: float = 0.2
@@ -376,6 +380,8 @@ class SmallPrior:
     reduced: float = 0.6
     wide: tuple[int, int] = (24, 128)
     diffused: float = 0.15
+    balls: float = 0.4
+    larger: tuple[float, float] = (2.0, 10.0)
     balanced: float = 0.7
     per_class: tuple[int, int] = (2, 25)
     regression: float = 0.05
@@ -395,10 +401,15 @@ class SmallPrior:
                 kind = rng.random()
                 if regression or kind < self.scm:
                     pairs, x, y = self._scm(rng, n, regression)
-                elif kind < self.scm + self.geometric:
-                    pairs, x, y = self._geometric(rng, n)
                 else:
-                    pairs, x, y = self._class_first(rng, n)
+                    cut = rng.random() < self.balls
+                    whole = round(n * _log_uniform(rng, *self.larger)) if cut else n
+                    if kind < self.scm + self.geometric:
+                        pairs, x, y = self._geometric(rng, whole)
+                    else:
+                        pairs, x, y = self._class_first(rng, whole, 16 if cut else 4)
+                    if cut:
+                        pairs, x, y = self._cut(rng, pairs, x, y, n)
                 return self._finish(rng, pairs, x, y, regression, edgeless)
             except Rejected as error:
                 reason = str(error)
@@ -435,11 +446,20 @@ class SmallPrior:
         share = rng.dirichlet(np.full(classes, _log_uniform(rng, 1, 30)))
         return np.sort(rng.choice(classes, n, p=share))
 
-    def _class_first(self, rng: Generator, n: int) -> tuple[Ints, Array, Ints]:
+    def _cut(self, rng: Generator, pairs: Ints, x: Array, y: Ints, n: int) -> tuple[Ints, Array, Ints]:
+        """The `n` nodes around a random node, less those of classes with fewer than four of them."""
+        kept = ball(rng, pairs, len(y), n)
+        kept = kept[np.bincount(y[kept])[y[kept]] >= 4]
+        number = np.full(len(y), -1)
+        number[kept] = np.arange(len(kept))
+        pairs = number[pairs]
+        return np.sort(pairs[:, (pairs >= 0).all(0)], 0), x[kept], y[kept]
+
+    def _class_first(self, rng: Generator, n: int, communities: int = 4) -> tuple[Ints, Array, Ints]:
         y = np.unique(self._classes(rng, n), return_inverse=True)[1]
         classes = y[-1] + 1
-        # Every class consists of a few communities with their own feature means.
-        part = np.sort(y * 4 + rng.integers(int(rng.integers(1, 5)), size=n))
+        # Every class consists of up to `communities` communities with their own feature means.
+        part = np.sort(y * communities + rng.integers(int(rng.integers(1, communities + 1)), size=n))
         part = np.unique(part, return_inverse=True)[1]
         owner = np.zeros(part[-1] + 1, dtype=np.int64)
         owner[part] = y
@@ -604,6 +624,7 @@ def check_settings(prior: PaperPrior | SmallPrior) -> None:
         check_least(4, **{"the end of settings.features": prior.features[1]})  # fewer columns are rejected
     else:
         check_least(20, **{"the start of settings.nodes": prior.nodes[0]})
+        check_ranges(1.0, **{"settings.larger": prior.larger})
 
 
 # --- data module ------------------------------------------------------------------------------------------------------

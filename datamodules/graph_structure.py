@@ -12,7 +12,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy.sparse import coo_array, csr_array
-from scipy.sparse.csgraph import connected_components
+from scipy.sparse.csgraph import breadth_first_order, connected_components
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.floating]
@@ -73,6 +73,27 @@ def largest_component(pairs: Ints, n: int) -> tuple[Ints, NDArray[np.bool_]]:
     kept = label == np.bincount(label).argmax()
     number = np.cumsum(kept) - 1
     return number[pairs[:, kept[pairs[0]]]], kept
+
+
+def ball(rng: Generator, pairs: Ints, n: int, size: int) -> Ints:
+    """Nodes around a random node, breadth first, neighbours in random order.
+
+    Args:
+        rng: generator.
+        pairs: (2, m).
+        n: number of nodes.
+        size: nodes wanted, at most n; where the component has fewer, random other nodes are added.
+
+    Returns:
+        (size,) node numbers.
+    """
+    order = rng.permutation(n)  # breadth-first search takes neighbours by number
+    place = np.argsort(order)
+    source, target = both_directions(place[pairs])
+    matrix = csr_array((np.ones(len(source), dtype=bool), (source, target)), shape=(n, n))
+    near = breadth_first_order(matrix, 0, return_predecessors=False)
+    far = np.setdiff1d(np.arange(n), near)
+    return order[np.concatenate([near, far])[:size]]
 
 
 def parts_from_cuts(n: int, minimum: int, cuts: Ints) -> Ints:

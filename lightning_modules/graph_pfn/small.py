@@ -140,16 +140,16 @@ class Surroundings(nn.Module):
         config: sizes.
     """
 
-    steps, damping = 10, 0.9
+    steps, damping = 20, 0.9
 
     def __init__(self, config: SmallConfig) -> None:
         super().__init__()
         self.group = config.group
         self.columns = nn.Linear(2 * config.group, config.width, bias=False)
-        self.votes = nn.Linear(4 * config.classes, config.width, bias=False)
-        self.value_votes = nn.Linear(4, config.width, bias=False)
-        self.structure = nn.Linear(5, config.width, bias=False)
-        self.trust = nn.Linear(config.width, 4)
+        self.votes = nn.Linear(5 * config.classes, config.width, bias=False)
+        self.value_votes = nn.Linear(5, config.width, bias=False)
+        self.structure = nn.Linear(6, config.width, bias=False)
+        self.trust = nn.Linear(config.width, 5)
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
@@ -158,12 +158,13 @@ class Surroundings(nn.Module):
         """Gather what lies around the nodes of graphs with edges.
 
         Columns are averaged over neighbours once and twice and divided by their root mean square in the graph, one
-        number for all columns, so that those which agree among neighbours stay larger. A random walk from a node stops
-        with probability 1 - `damping` after each step; met labels are counted over its first step and its first `steps`
-        ones, the start left out. Votes: those of the two walks (log of shares, or mean values); a ridge regression on
-        columns smoothed twice by D^-1/2 (A + I) D^-1/2; one on columns, once and twice averaged columns.
-        Structure: log-degree, log of the number of labels met relative to the graph's mean (both walks), log of the
-        root mean squares.
+        number for all columns, so that those which agree among neighbours stay larger. A random walk stops with
+        probability 1 - `damping` after each step. Counted are the labels that walks from the node meet in their first
+        step and in their first `steps` ones, and the visits, over the node's degree, of walks of `steps` steps from
+        labelled nodes; starts are left out. (The first two count a hub's label more often than the third does.) Votes:
+        those of the three counts (log of shares, or mean values); a ridge regression on columns smoothed twice by
+        D^-1/2 (A + I) D^-1/2; one on columns, once and twice averaged columns. Structure: log-degree, log of the
+        counts relative to the graph's mean, log of the root mean squares.
 
         Args:
             x: standardised columns (b, n, q), zero where padded.
@@ -196,16 +197,17 @@ class Surroundings(nn.Module):
 
         known = batch.context.unsqueeze(-1).to(x)
         start = torch.cat([F.pad(y, (0, 0, 0, n - k)), known], -1)  # the last column counts labels whatever they are
-        walk, total, walks, masses = start, torch.zeros_like(start), [], []
-        for step in range(self.steps):
+        first = walk = total = self.damping * mean(torch.cat([start, start / degree.clamp(min=1)], -1))
+        for _ in range(self.steps - 1):
             walk = self.damping * mean(walk)
             total = total + walk
-            if step in (0, self.steps - 1):
-                mass = total[..., -1:]
-                met = total[..., :-1] / mass.clamp(min=1e-6)
-                walks.append((met + 0.01).log() if task == "classification" else met)
-                mass = mass.squeeze(-1)
-                masses.append((mass / (mass.sum(1, keepdim=True) / count + 1e-6) + 0.01).log())
+        walks, masses = [], []
+        for met in (first[..., : start.shape[-1]], *total.chunk(2, -1)):
+            mass = met[..., -1:]
+            share = met[..., :-1] / mass.clamp(min=1e-9)
+            walks.append((share + 0.01).log() if task == "classification" else share)
+            mass = mass.squeeze(-1)
+            masses.append((mass / (mass.sum(1, keepdim=True) / count + 1e-9) + 0.01).log())
         structure = torch.stack([(degree.squeeze(-1) + 1.0).log() - 1.5, *masses, *scales], -1)
         scale = 5.0 if task == "classification" else 1.0
         return Around(columns, torch.stack([*walks, *(scale * r for r in ridges)], 2), structure, groups)
@@ -438,7 +440,7 @@ class SmallNetwork(nn.Module):
         """
         c = self.config
         dense = n * n if n <= 4096 and c.kernel != "sparse" else 0
-        around = 4 * max(-(-f // c.group) * c.group, c.classes + 1) * (m + 12 * n)
+        around = 4 * max(-(-f // c.group) * c.group, 2 * (c.classes + 1)) * (m + 12 * n)
         if training:
             return around + c.blocks * (4 * (30 * n * c.width + (0 if dense else 3 * m * c.width)) + 4 * dense)
         return around + 4 * (16 * n * c.width + 6 * c.chunk * c.width) + 4 * dense + 24 * m

@@ -5,6 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import shortest_path
 
 from datamodules import GraphPrior
 from datamodules.graph_attributes import Adjacency, graph_transformer, root_causes
@@ -12,6 +14,7 @@ from datamodules.graph_prior import PaperPrior, SmallPrior, clamp_outliers, make
 from datamodules.graph_structure import (
     Rejected,
     attach_preferentially,
+    ball,
     block_model,
     degrees,
     expected_edges,
@@ -134,6 +137,30 @@ def test_largest_component():
     assert pairs.tolist() == [[0, 1], [1, 2]]
 
 
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 25), st.integers(0, 60), st.integers(0, 99), st.data())
+def test_a_ball_holds_no_node_while_a_nearer_one_is_missing(n, m, seed, data):
+    rng = np.random.default_rng(seed)
+    pairs = simple_pairs(*rng.integers(n, size=(2, m)), n)
+    size = data.draw(st.integers(1, n))
+    kept = ball(rng, pairs, n, size)
+    assert len(np.unique(kept)) == size
+    joined = csr_array((np.ones(pairs.shape[1]), (pairs[0], pairs[1])), shape=(n, n))
+    away = np.minimum(shortest_path(joined, directed=False, unweighted=True, indices=kept[0]), n)
+    assert (np.diff(away[kept]) >= 0).all()
+    assert away[kept].max() <= np.delete(away, kept).min(initial=n)
+
+
+def test_graphs_cut_from_larger_ones_have_a_larger_largest_class():
+    def largest(balls):
+        prior = SmallPrior(nodes=(150, 150), balls=balls, scm=0.0, regression=0.0)
+        graphs = [prior(np.random.default_rng(i), np.random.default_rng(99 + i)) for i in range(60)]
+        assert all(len(g.x) <= 150 for g in graphs)
+        return np.mean([torch.bincount(g.y).max().item() / len(g.y) for g in graphs])
+
+    assert largest(1.0) > largest(0.0) + 0.08
+
+
 def test_block_model_has_the_expected_edges_and_propensities():
     rng = np.random.default_rng(0)
     group = np.repeat([0, 1, 2], [20, 30, 50])
@@ -252,6 +279,7 @@ def test_hyper_priors_stay_in_their_ranges():
         ("small", {"nodes": ["few", "many"]}, "needed is a pair"),
         ("small", {"nodes": [20.5, 30]}, "pair of whole numbers"),
         ("small", {"degree": [0, 5]}, "settings.degree .* must begin at"),
+        ("small", {"larger": [0.5, 2]}, r"settings.larger \[0.5, 2\] must begin at 1"),
         ("small", {"scm": 1.5}, r"settings.scm 1.5 is outside \[0, 1\]"),
         ("small", {"scm": "half"}, "settings.scm is 'half'"),
         ("small", {"per_class": [0, 2]}, "settings.per_class"),

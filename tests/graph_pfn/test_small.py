@@ -76,22 +76,28 @@ def test_surroundings_by_matrix_powers():
     smoothed = [z / (z.square().sum() / (12 * 16)).sqrt() for z in (step @ x[0], step @ step @ x[0])]
     torch.testing.assert_close(around.columns[0], torch.cat(smoothed, 1))
     start = F.pad(labels, (0, 0, 0, 7))
-    walks = [0.9**k * torch.matrix_power(step, k) @ start for k in range(1, 11)]
-    for i, met in enumerate((walks[0], sum(walks))):
-        shares = met / met.sum(1, keepdim=True).clamp(min=1e-6)
+    powers = [0.9**k * torch.matrix_power(step, k) for k in range(1, 21)]
+    reach = sum(powers)
+    leaving = reach / adjacency.sum(1).clamp(
+        min=1
+    )  # = reach.T / d_v: visits of walks from u
+    counts = (powers[0] @ start, reach @ start, leaving @ start)
+    for i, met in enumerate(counts):
+        shares = met / met.sum(1, keepdim=True).clamp(min=1e-9)
         torch.testing.assert_close(around.votes[0, :, i], (shares + 0.01).log())
     root = (adjacency.sum(1) + 1) ** -0.5
     normal = root[:, None] * (adjacency + torch.eye(12)) * root
     both = normal @ normal @ x[0]
     both = both / (both.square().sum() / (12 * 16)).sqrt()
-    for i, columns in ((2, both), (3, torch.cat([x[0], *smoothed], 1))):
+    for i, columns in ((3, both), (4, torch.cat([x[0], *smoothed], 1))):
         expected = 5 * ridge(columns[None], labels[None], batch.context[:, :5])[0]
         torch.testing.assert_close(around.votes[0, :, i], expected, atol=1e-4, rtol=1e-4)
     degree = torch.full((12,), 2.0)
     degree[[2, 4]], degree[3] = 1, 0
     torch.testing.assert_close(around.structure[0, :, 0], (degree + 1).log() - 1.5)
-    mass = sum(walks).sum(1)
-    torch.testing.assert_close(around.structure[0, :, 2], (mass / (mass.mean() + 1e-6) + 0.01).log())
+    for i, met in enumerate(counts):
+        mass = met.sum(1)
+        torch.testing.assert_close(around.structure[0, :, 1 + i], (mass / mass.mean() + 0.01).log())
     met = model.surroundings.look(x, q.y.float()[None, :, None], batch, "regression").votes
     torch.testing.assert_close(met[0, 5, 0, 0], torch.tensor(1.0))  # joined to nodes 4, of value 1, and 6, unknown
 
