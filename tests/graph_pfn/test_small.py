@@ -78,9 +78,7 @@ def test_surroundings_by_matrix_powers():
     start = F.pad(labels, (0, 0, 0, 7))
     powers = [0.9**k * torch.matrix_power(step, k) for k in range(1, 21)]
     reach = sum(powers)
-    leaving = reach / adjacency.sum(1).clamp(
-        min=1
-    )  # = reach.T / d_v: visits of walks from u
+    leaving = reach / adjacency.sum(1).clamp(min=1)  # = reach.T / d_v: visits of walks from u
     counts = (powers[0] @ start, reach @ start, leaving @ start)
     for i, met in enumerate(counts):
         shares = met / met.sum(1, keepdim=True).clamp(min=1e-9)
