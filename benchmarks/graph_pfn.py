@@ -5,7 +5,7 @@
 The official figures were taken with one thread on a machine where a 1024 x 1024 x 1024 float32 product takes 18.6 ms of
 CPU time; here they are multiplied by (this machine's product / 18.6 ms). All times are CPU times of one thread.
 Results go to `benchmarks/results/graph_pfn_speed/<part>.json`. `memory` needs about seven minutes of CPU time
-and the resource module.
+and the resource module. How well it predicts: `benchmarks/graph_pfn_comparison.py`.
 """
 
 import argparse
