@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -332,6 +333,7 @@ class Simulator:
             model.vis.quality.offsamples = 0
             model.vis.global_.offwidth = model.vis.global_.offheight = spec.image
             self._gl = mujoco.Renderer(model, spec.image, spec.image)
+            weakref.finalize(self, self._gl.close)  # before the interpreter ends: then OpenGL is gone already
 
     def reset(self, seed: int) -> None:
         """Start the episode of this seed (0 to 2^32 - 1)."""

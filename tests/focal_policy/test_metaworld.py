@@ -143,6 +143,38 @@ def test_unknown_names_say_so():
         metaworld.Simulator("reach-v3", Observation(points=8, camera="corner9"))
 
 
+DRAWN = """
+import numpy as np
+from datamodules import metaworld
+metaworld.require()
+if reason := metaworld.missing_gl():
+    raise SystemExit(f"no OpenGL: {reason}")
+pictures = []
+for renderer in ("rays", "gl"):
+    simulator = metaworld.Simulator("door-open-v3", metaworld.Observation(state="none", image=84, renderer=renderer))
+    simulator.reset(0)
+    for _ in range(20):
+        simulator.step(simulator.expert())
+    pictures.append(simulator.observe()["image"].astype(float))
+red, *others = np.moveaxis(np.stack(pictures), -1, 0)
+arm = red > 2 * np.maximum(*others)
+print(arm.sum((1, 2)).min(), (arm[0] & arm[1]).sum() / (arm[0] | arm[1]).sum())
+"""
+
+
+def test_opengl_draws_what_rays_draw():
+    """Where there is an OpenGL library, which Mesa's EGL is, without a display or a GPU."""
+    environment = os.environ | {"MUJOCO_GL": "egl"}
+    ended = subprocess.run([sys.executable, "-c", DRAWN], capture_output=True, text=True, check=False, env=environment)
+    if "no OpenGL" in ended.stderr or "MuJoCo does not start" in ended.stderr:
+        pytest.skip(ended.stderr.splitlines()[-1])
+    assert ended.returncode == 0, ended.stderr
+    assert "Exception ignored" not in ended.stderr
+    pixels, overlap = map(float, ended.stdout.split())
+    assert pixels > 300
+    assert overlap > 0.85
+
+
 def test_without_opengl_the_ways_out_are_named(monkeypatch):
     """`renderer: gl` on a machine without the library, and `MUJOCO_GL` that names one that is not there."""
     import mujoco
