@@ -230,16 +230,35 @@ class Rays:
             self.model, self.data, self.origin, self._flat, self.VISIBLE, 1, -1, geometry, distance, rays, 1e3
         )
         distance[geometry < 0] = np.inf
-        for site in self.sites:  # nearer root of |origin + x direction - centre| = radius
-            towards = self.data.site_xpos[site] - self.origin
-            along = self.directions @ towards
-            root = along**2 - self._square * (towards @ towards - self.model.site_size[site, 0] ** 2)
-            meets = np.flatnonzero(root >= 0)
-            x = (along[meets] - np.sqrt(root[meets])) / self._square[meets]
+        # nearer root of |origin + x direction - centre| = radius
+        towards = self.data.site_xpos[self.sites] - self.origin  # s 3
+        along = towards @ self.directions.T  # s rays
+        root = along**2 - self._square * ((towards**2).sum(1) - self.model.site_size[self.sites, 0] ** 2)[:, None]
+        for i, site in enumerate(self.sites):
+            meets = np.flatnonzero(root[i] >= 0)
+            x = (along[i, meets] - np.sqrt(root[i, meets])) / self._square[meets]
             first = (x > 0) & (x < distance[meets])
             distance[meets[first]], geometry[meets[first]] = x[first], self.model.ngeom + site
         distance[geometry < 0] = np.nan
         return self.origin + distance[:, None] * self.directions, geometry
+
+    def elsewhere(self) -> np.ndarray:
+        """Numbers of the geometries that neither reach into the box nor come between it and the camera.
+
+        Their bounding boxes are apart from the one around box and camera; its corners are on one side of a plane.
+        """
+        assert self.box is not None  # given wherever a cloud is wanted
+        model, data = self.model, self.data
+        low, high = np.minimum(self.box[0], self.origin), np.maximum(self.box[1], self.origin)
+        turned = data.geom_xmat.reshape(-1, 3, 3)
+        middle = data.geom_xpos + np.einsum("gij,gj->gi", turned, model.geom_aabb[:, :3])
+        half = np.einsum("gij,gj->gi", np.abs(turned), model.geom_aabb[:, 3:])
+        apart = ((middle - half > high) | (middle + half < low)).any(1)
+        for plane in np.flatnonzero(model.geom_type == 0):
+            corners = np.stack(np.meshgrid(*zip(low, high, strict=True)), axis=-1).reshape(8, 3)
+            height = (corners - data.geom_xpos[plane]) @ turned[plane, :, 2]
+            apart[plane] = height.min() > 0 or height.max() < 0
+        return np.flatnonzero(apart)
 
     def cloud(self) -> np.ndarray:
         """The points hit inside the box, float32 `(n, 3)` in metres.
@@ -247,8 +266,11 @@ class Rays:
         Raises:
             ValueError: If there is none.
         """
-        assert self.box is not None  # given wherever a cloud is wanted
+        group = self.model.geom_group.copy()
+        self.model.geom_group[self.elsewhere()] = len(self.VISIBLE) - 1  # unseen: the same points, sooner
         points, _ = self.cast()
+        self.model.geom_group[:] = group
+        assert self.box is not None
         inside = points[((points > self.box[0]) & (points < self.box[1])).all(1)]
         if not len(inside):
             raise ValueError(f"nothing is seen inside the crop {self.box.tolist()}: widen it or move the camera")

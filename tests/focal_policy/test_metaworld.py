@@ -143,6 +143,23 @@ def test_unknown_names_say_so():
         metaworld.Simulator("reach-v3", Observation(points=8, camera="corner9"))
 
 
+@pytest.mark.parametrize("task", ["door-open-v3", "stick-push-v3", "shelf-place-v3"])
+def test_what_is_elsewhere_changes_no_point_of_a_cloud(task):
+    simulator = metaworld.Simulator(task, Observation(state="none", points=8))
+    rays = simulator._cloud_rays
+    for seed in range(2):
+        simulator.reset(seed)
+        for step in range(40):
+            simulator.step(simulator.expert())
+            if step % 20 == 19:
+                assert len(rays.elsewhere()) > 10
+                groups = rays.model.geom_group.copy()
+                points, _ = rays.cast()
+                inside = ((points > rays.box[0]) & (points < rays.box[1])).all(1)
+                np.testing.assert_array_equal(rays.cloud(), points[inside].astype(np.float32))
+                np.testing.assert_array_equal(rays.model.geom_group, groups)
+
+
 DRAWN = """
 import numpy as np
 from datamodules import metaworld
