@@ -169,11 +169,14 @@ def farthest_points(clouds: Sequence[np.ndarray], k: int) -> np.ndarray:
     f = np.arange(len(clouds))
     picks = np.zeros((len(clouds), k), dtype=np.int64)
     nearest = np.full((len(clouds), n), np.inf, dtype=np.float32)  # squared distance to the picks so far
+    distance, square = np.empty_like(nearest), np.empty_like(nearest)
     for i in range(1, k):
-        last = planes[:, f, picks[:, i - 1]]  # 3 f
-        distance = (planes[0] - last[0, :, None]) ** 2
-        distance += (planes[1] - last[1, :, None]) ** 2
-        distance += (planes[2] - last[2, :, None]) ** 2
+        last = planes[:, f, picks[:, i - 1], None]  # 3 f 1
+        distance[:] = 0
+        for plane, at in zip(planes, last, strict=True):
+            np.subtract(plane, at, out=square)
+            np.multiply(square, square, out=square)
+            np.add(distance, square, out=distance)
         np.minimum(nearest, distance, out=nearest)
         picks[:, i] = nearest.argmax(1)
     return planes[:, f[:, None], picks].transpose(1, 2, 0).copy()
@@ -208,7 +211,9 @@ class Rays:
             with np.errstate(divide="ignore"):
                 bounds = (self.box - self.origin)[:, None] / self.directions  # 2 rays 3
             enter, leave = bounds.min(0).max(1), bounds.max(0).min(1)
-            self.directions = self.directions[leave > np.maximum(enter, 0)]
+            meets = leave > np.maximum(enter, 0)
+            self.directions = self.directions[meets]
+            self.enter, self.leave = enter[meets] - 1e-9, leave[meets] + 1e-9  # in lengths of the direction
         self._flat = np.ascontiguousarray(self.directions).ravel()
         self._square = (self.directions**2).sum(1)
         drawn = (model.site_group <= 2) & (model.site_rgba[:, 3] > 0) & (model.site_type == 2)  # 2: sphere
@@ -219,8 +224,8 @@ class Rays:
         """Cast all rays.
 
         Returns:
-            points `(rays, 3)` in metres (not a number where nothing is hit) and the number of the geometry `(rays,)`,
-            -1 there; sites count on from the number of geometries.
+            How far each goes `(rays,)`, in lengths of its direction (not a number where nothing is hit), and the number
+            of the geometry `(rays,)`, -1 there; sites count on from the number of geometries.
         """
         import mujoco
 
@@ -240,7 +245,7 @@ class Rays:
             first = (x > 0) & (x < distance[meets])
             distance[meets[first]], geometry[meets[first]] = x[first], self.model.ngeom + site
         distance[geometry < 0] = np.nan
-        return self.origin + distance[:, None] * self.directions, geometry
+        return distance, geometry
 
     def elsewhere(self) -> np.ndarray:
         """Numbers of the geometries that neither reach into the box nor come between it and the camera.
@@ -268,9 +273,11 @@ class Rays:
         """
         group = self.model.geom_group.copy()
         self.model.geom_group[self.elsewhere()] = len(self.VISIBLE) - 1  # unseen: the same points, sooner
-        points, _ = self.cast()
+        distance, _ = self.cast()
         self.model.geom_group[:] = group
         assert self.box is not None
+        near = (distance > self.enter) & (distance < self.leave)  # most rays end before or behind the box
+        points = self.origin + distance[near, None] * self.directions[near]
         inside = points[((points > self.box[0]) & (points < self.box[1])).all(1)]
         if not len(inside):
             raise ValueError(f"nothing is seen inside the crop {self.box.tolist()}: widen it or move the camera")
@@ -281,8 +288,8 @@ class Rays:
 
         Normals are differences of neighbouring hit points, so edges show as thin dark lines.
         """
-        points, geometry = self.cast()
-        points = points.reshape(self.size, self.size, 3)
+        distance, geometry = self.cast()
+        points = (self.origin + distance[:, None] * self.directions).reshape(self.size, self.size, 3)
         down, right = np.gradient(points, axis=0), np.gradient(points, axis=1)
         normal = np.cross(right, down)
         length = np.linalg.norm(normal, axis=-1)

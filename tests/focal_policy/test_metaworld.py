@@ -58,7 +58,8 @@ def scene():
 def test_rays_hit_what_is_drawn(scene):
     """A plane, a sphere and a goal seen from above; the invisible boxes are passed through."""
     rays = Rays(*scene, "eye", (0, 0, 3), 41)
-    points, geometry = rays.cast()
+    distance, geometry = rays.cast()
+    points = rays.origin + distance[:, None] * rays.directions
     on_sphere, on_site, on_plane = geometry == 1, geometry == scene[0].ngeom, geometry == 0
     assert on_sphere.any() and on_site.any() and on_plane.any()
     assert (on_sphere | on_site | on_plane).all()
@@ -75,7 +76,7 @@ def test_rays_for_a_box_give_the_same_cloud_with_fewer_rays(scene):
     box = ((-0.4, -0.4, 0.2), (0.4, 0.4, 2.0))
     few, all_ = Rays(*scene, "eye", (0, 0, 3), 41, box), Rays(*scene, "eye", (0, 0, 3), 41)
     assert len(few.directions) < len(all_.directions)
-    points, _ = all_.cast()
+    points = all_.origin + all_.cast()[0][:, None] * all_.directions
     inside = ((points > box[0]) & (points < box[1])).all(1)
     np.testing.assert_allclose(few.cloud(), points[inside], atol=1e-6)
     with pytest.raises(ValueError, match="nothing is seen"):
@@ -154,7 +155,8 @@ def test_what_is_elsewhere_changes_no_point_of_a_cloud(task):
             if step % 20 == 19:
                 assert len(rays.elsewhere()) > 10
                 groups = rays.model.geom_group.copy()
-                points, _ = rays.cast()
+                distance, _ = rays.cast()
+                points = rays.origin + distance[:, None] * rays.directions
                 inside = ((points > rays.box[0]) & (points < rays.box[1])).all(1)
                 np.testing.assert_array_equal(rays.cloud(), points[inside].astype(np.float32))
                 np.testing.assert_array_equal(rays.model.geom_group, groups)
