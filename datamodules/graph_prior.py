@@ -345,8 +345,8 @@ class SmallPrior:
     The released prior has almost no label homophily, which a small model does not live long enough to learn from.
     Here classes are drawn first for most graphs, with communities within classes. Their features are either a few
     columns in any order, or the standardised principal components of a wide table, in which classes, communities and
-    nuisances compete for the first components. All graphs of one batch share their size, whether they are regression,
-    and whether edges are left out.
+    nuisances compete for the first components. All graphs of one batch share their size (less the nodes of very rare
+    classes where a graph is cut), whether they are regression, and whether edges are left out.
 
     Attributes:
         nodes: smallest and largest number of nodes, log-uniform.
@@ -406,7 +406,7 @@ class SmallPrior:
                     whole = round(n * _log_uniform(rng, *self.larger)) if cut else n
                     if kind < self.scm + self.geometric:
                         pairs, x, y = self._geometric(rng, whole)
-                    else:
+                    else:  # more communities in a larger graph, so that a part of it is not like the whole
                         pairs, x, y = self._class_first(rng, whole, 16 if cut else 4)
                     if cut:
                         pairs, x, y = self._cut(rng, pairs, x, y, n)
@@ -450,6 +450,8 @@ class SmallPrior:
         """The `n` nodes around a random node, less those of classes with fewer than four of them."""
         kept = ball(rng, pairs, len(y), n)
         kept = kept[np.bincount(y[kept])[y[kept]] >= 4]
+        if not len(kept):
+            raise Rejected("no class has four nodes in the part that is cut out")
         number = np.full(len(y), -1)
         number[kept] = np.arange(len(kept))
         pairs = number[pairs]

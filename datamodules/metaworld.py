@@ -273,8 +273,10 @@ class Rays:
         """
         group = self.model.geom_group.copy()
         self.model.geom_group[self.elsewhere()] = len(self.VISIBLE) - 1  # unseen: the same points, sooner
-        distance, _ = self.cast()
-        self.model.geom_group[:] = group
+        try:
+            distance, _ = self.cast()
+        finally:
+            self.model.geom_group[:] = group
         assert self.box is not None
         near = (distance > self.enter) & (distance < self.leave)  # most rays end before or behind the box
         points = self.origin + distance[near, None] * self.directions[near]

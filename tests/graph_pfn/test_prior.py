@@ -161,6 +161,14 @@ def test_graphs_cut_from_larger_ones_have_a_larger_largest_class():
     assert largest(1.0) > largest(0.0) + 0.08
 
 
+def test_a_cut_without_a_class_of_four_is_drawn_again():
+    pairs, y = np.stack([np.arange(19), np.arange(1, 20)]), np.arange(20) // 2
+    with pytest.raises(Rejected, match="no class has four nodes"):
+        SmallPrior()._cut(np.random.default_rng(0), pairs, np.zeros((20, 1), np.float32), y, 20)
+    x, kept = SmallPrior()._cut(np.random.default_rng(0), pairs, np.arange(20.0)[:, None], np.arange(20) // 17, 20)[1:]
+    assert sorted(x[:, 0]) == list(range(17)) and set(kept) == {0}
+
+
 def test_block_model_has_the_expected_edges_and_propensities():
     rng = np.random.default_rng(0)
     group = np.repeat([0, 1, 2], [20, 30, 50])
