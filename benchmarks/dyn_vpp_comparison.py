@@ -1,12 +1,15 @@
 """Dyn-VPP against its base, more supervised training, and copying the first frame, on held-out Meta-World episodes.
 
-    python benchmarks/dyn_vpp_comparison.py run [--rows ...] [--seeds 0 1 2] [--sigma-max 5] [--iterations 100] [...]
+    python benchmarks/dyn_vpp_comparison.py run [--rows ...] [--seeds 0 1 2] [--lr 3e-4] [--iterations 100] [...]
     python benchmarks/dyn_vpp_comparison.py table
 
 Rows: `base`; `post`, the post-training; `steps_<lr>` and `compute_<lr>`, more supervised training of the base with as
 many optimiser steps, or as many passes of the U-Net, as `post` (a backward pass counts as two); `small`, post-training
-with 8 contexts and learning rate 1e-3, a control that should fail. All start from the same base, average their weights
-alike and are scored on the same contexts with the same noise. Copying the first frame is a column of every row.
+with 8 contexts and learning rate 1e-3, a control that should fail. All start from the same base, have the same
+schedule, average their weights alike and are scored on the same contexts with the same noise. Copying the first frame
+is a column of every row. `post_<lr>` is `post` with another learning rate, for choosing one. `policy_base` and
+`policy_post` train a policy on the features of the base or of the seed's post-trained model (`--models`, where `post`
+leaves it) and count its successes in the simulator.
 
 A row is one JSON file below `benchmarks/results/dyn_vpp/comparison`, written the moment it exists, with command, seed,
 budget and the scores of each context; a second start with the same settings goes on where the first one stopped.
@@ -28,11 +31,11 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from callbacks import EMA
+from callbacks import EMA, Rollouts
 from callbacks.figures import new_figure
 from datamodules import ExpertVideos
 from datamodules.order import Draw
-from lightning_modules import DynVPP, VideoDiffusion
+from lightning_modules import DynVPP, VideoDiffusion, VideoPolicy
 from lightning_modules.dyn_vpp.metrics import centroid_error, colour_centroid, group_diversity, high_frequency_energy
 from lightning_modules.dyn_vpp.rewards import cosine_reward, l1_reward, latent_reward
 
@@ -40,8 +43,8 @@ RESULTS = Path(__file__).parent / "results" / "dyn_vpp" / "comparison"
 ARM = (0.43, 0.08, 0.08)
 """Colour of the robot arm in the ray-cast pictures: the object whose centre is measured."""
 KEPT = (
-    "base", "sigma_max", "steps", "contexts", "group", "iterations", "lr", "anchor", "ema", "episodes", "test_episodes",
-    "apart", "eval_group", "frames", "stride",
+    "base", "sigma_max", "steps", "contexts", "group", "iterations", "lr", "warmup", "anchor", "ema", "episodes",
+    "test_episodes", "apart", "eval_group", "frames", "stride", "policy_steps", "policy_episodes",
 )  # fmt: skip
 
 
@@ -114,31 +117,42 @@ def plan(name: str, options: argparse.Namespace) -> tuple[int, float, int]:
     if name == "post":
         return options.iterations, options.lr, options.contexts
     kind, lr = name.split("_")
-    factor = 1.0 if kind == "steps" else passes_per_iteration(options) / 3
+    factor = passes_per_iteration(options) / 3 if kind == "compute" else 1.0
     return round(options.iterations * factor), float(lr), options.contexts
+
+
+def experts(options: argparse.Namespace, **more: Any) -> ExpertVideos:
+    """The data, ready."""
+    data = ExpertVideos(
+        frames=options.frames,
+        stride=options.stride,
+        episodes=options.episodes,
+        test_episodes=options.test_episodes,
+        data_dir=options.data,
+        processes=options.processes,
+        seed=0,
+        **more,
+    )
+    data.prepare_data()
+    data.setup()
+    return data
 
 
 def run_one(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train and score one row."""
     seed_everything(seed, verbose=False)
     steps, lr, contexts = plan(name, options)
-    data = ExpertVideos(
-        frames=options.frames,
-        stride=options.stride,
-        episodes=options.episodes,
-        test_episodes=options.test_episodes,
-        batch_size=contexts,
-        data_dir=options.data,
-        processes=options.processes,
-        seed=0,
-    )
-    data.prepare_data()
-    data.setup()
+    data = experts(options, batch_size=contexts)
+
+    def factor(step: int) -> float:
+        """Up in a straight line, then down to 0."""
+        return min((step + 1) / (options.warmup + 1), max(0, steps - step) / max(1, steps - options.warmup))
+
     shared = {"init_from": options.base, "steps": options.steps, "sigma_min": 0.02, "sigma_max": options.sigma_max}
     shared |= {"p_mean": 0.0, "p_std": 1.6, "seed": seed, "eval_group": options.eval_group, "rows": 128}
     shared |= {"optimizer": lambda p: torch.optim.Adam(p, lr=lr, eps=1e-12)}
-    shared |= {"lr_scheduler": lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, max(1, steps))}
-    post = name in ("post", "small")
+    shared |= {"lr_scheduler": lambda o: torch.optim.lr_scheduler.LambdaLR(o, factor)}
+    post = name.startswith("post") or name == "small"
     module: VideoDiffusion
     if post:
         settings = {"scale": "none", "skip_frames": 1, "rescale": True, "micro_batch": 32}
@@ -166,8 +180,55 @@ def run_one(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     else:
         module.configure_model()
     trained = time.process_time() - start
+    if options.models and name == "post":
+        module.save_pretrained(Path(options.models) / f"post-{seed}")
     contexts_scored = evaluate(module, data, options.stage, options.apart)
     return {"contexts": contexts_scored, "curve": curve.values, "cosines": curve.cosines, "training_cpu_s": trained}
+
+
+def run_policy(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train a policy as `configs/dyn_vpp/metaworld_policy.yaml` does, on one of the models, and evaluate it."""
+    seed_everything(seed, verbose=False)
+    if name == "policy_post" and not options.models:
+        raise SystemExit("policy_post needs --models, the folder where `post` has left its models")
+    policy = VideoPolicy(
+        init_from=options.base if name == "policy_base" else str(Path(options.models) / f"post-{seed}"),
+        horizon=12,
+        action_steps=8,
+        sigma_max=options.sigma_max,
+        queries=4,
+        width=64,
+        former_layers=2,
+        layers=2,
+        heads=4,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.9, 0.9), weight_decay=0.05),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, options.policy_steps),
+        seed=seed,
+    )
+    trainer = Trainer(
+        max_steps=options.policy_steps,
+        accelerator="auto",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        callbacks=[Rollouts(options.policy_episodes, picture=0, latency_calls=0)],
+        default_root_dir=options.data,
+    )
+    data = experts(options, batch_size=32, every=2)
+    start = time.process_time()
+    trainer.fit(policy, data)
+    trained = time.process_time() - start
+    if options.stage == "val":
+        trainer.limit_val_batches = 1.0
+        (metrics,) = trainer.validate(policy, data, verbose=False)
+    else:
+        (metrics,) = trainer.test(policy, data, verbose=False)
+    found = {name.split("/")[1]: value for name, value in metrics.items()}
+    return {"policy": found, "training_cpu_s": trained}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -182,12 +243,12 @@ def run(options: argparse.Namespace) -> None:
             # where things lie on this machine means nothing elsewhere
             command = " ".join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv)
             row = {"row": name, "seed": seed, "budget": budget, "command": command}
-            row |= run_one(name, seed, options)
+            row |= (run_policy if name.startswith("policy") else run_one)(name, seed, options)
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(".part")
             unfinished.write_text(json.dumps(row) + "\n")
             unfinished.rename(path)
-            print(name, seed, {k: round(v, 4) for k, v in means(row).items()}, flush=True)
+            print(name, seed, {k: round(v, 4) for k, v in (row.get("policy") or means(row)).items()}, flush=True)
     table(options)
 
 
@@ -214,30 +275,49 @@ def lower_bound(differences: np.ndarray, episodes: np.ndarray, draws: int = 2000
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print the rows and the paired differences of `post`, and draw the curves."""
+    """Print the rows, the paired differences of `post`, the policies, and draw the curves."""
     rows = [json.loads(p.read_text()) for p in sorted(folder(options).glob("*.json"))]
+    policies = [row for row in rows if "policy" in row]
+    rows = [row for row in rows if "contexts" in row]
     names = ("reward", "reward_ode", "reward_copy", "l1", "cosine", "centroid_error", "sharpness", "diversity")
     print(f"\n| row | seed | {' | '.join(names)} | gradient cosine |\n|{'---|' * (len(names) + 3)}")
     for row in rows:
         found = means(row)
         cosines = " to ".join(f"{c:.2f}" for c in row["cosines"])
         print(f"| {row['row']} | {row['seed']} | {' | '.join(f'{found[n]:.4f}' for n in names)} | {cosines} |")
-    print("\n`post` minus row, mean and lower 95 % bound over episodes\n")
-    print("| row | seed | reward | bound | ODE reward | bound |\n|---|---|---|---|---|---|")
-    by_name = {(r["row"], r["seed"]): r["contexts"] for r in rows}
-    for (name, seed), other in by_name.items():
-        if (post := by_name.get(("post", seed))) is None or name == "post":
-            continue
-        pairs = [(k, k) for k in ("reward", "reward_ode")]
-        cells = []
-        for ours, theirs in pairs:
-            difference = np.array(post[ours]) - np.array(other[theirs])
-            cells += [f"{difference.mean():+.4f}", f"{lower_bound(difference, np.array(post['episode'])):+.4f}"]
-        print(f"| {name} | {seed} | {' | '.join(cells)} |")
+    print("\nPost-training minus row: mean and lower 95 % bound over episodes (centroid error in pixels: upper bound);")
+    print("sharpness and diversity as shares of the row's\n")
+    heads = ("reward", "bound", "ODE reward", "bound", "centroid error", "bound", "sharpness", "diversity")
+    print(f"| trained | row | seed | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 3)}")
+    for post in (row for row in rows if row["row"].startswith("post") or row["row"] == "small"):
+        others = {row["row"]: row for row in rows if row["seed"] == post["seed"] and not row["row"].startswith("post")}
+        if "base" in others:
+            others["copy"] = others["base"]
+        ours, episodes = post["contexts"], np.array(post["contexts"]["episode"])
+        for name, other in others.items():
+            if other is post or (post["row"] == "small" and name != "base"):
+                continue
+            cells = []
+            for key in ("reward", "reward_ode", "centroid_error"):
+                theirs = other["contexts"]["reward_copy" if name == "copy" and key != "centroid_error" else key]
+                sign = -1 if key == "centroid_error" else 1
+                gain = sign * (np.array(ours[key]) - np.array(theirs))
+                shown = [sign * np.nanmean(gain), sign * lower_bound(gain, episodes)]
+                cells += ["", ""] if name == "copy" and key == "centroid_error" else [f"{v:+.4f}" for v in shown]
+            now, then = means(post), means(other)
+            shares = [now[k] / then[k] for k in ("sharpness", "diversity")]
+            cells += ["", ""] if name == "copy" else [f"{100 * v:.1f} %" for v in shares]
+            print(f"| {post['row']} | {name} | {post['seed']} | {' | '.join(cells)} |")
+    if policies:
+        tasks = [k for k in policies[0]["policy"] if k.startswith("success_rate")]
+        print(f"\n| policy on | seed | {' | '.join(tasks)} |\n|{'---|' * (len(tasks) + 2)}")
+        for row in policies:
+            cells = " | ".join(f"{row['policy'][k]:.3f}" for k in tasks)
+            print(f"| {row['row'].removeprefix('policy_')} | {row['seed']} | {cells} |")
     figure = new_figure(7, 4)
     axis = figure.subplots()
     for row in rows:
-        if row["row"] in ("post", "small"):
+        if row["row"].startswith("post") or row["row"] == "small":
             axis.plot(row["curve"], label=f"{row['row']}, seed {row['seed']}", linewidth=0.9)
     axis.set_xlabel("iteration")
     axis.set_ylabel("reward of the training groups")
@@ -261,6 +341,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--warmup", type=int, default=0, help="iterations in which the learning rate rises")
     parser.add_argument("--anchor", type=float, default=1.0, help="weight of the supervised loss in the post-training")
     parser.add_argument("--ema", type=float, default=0.9)
     parser.add_argument("--episodes", type=int, default=20, help="training episodes of each task, the base's")
@@ -269,6 +350,9 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=4, help="of a clip, the base's")
     parser.add_argument("--stride", type=int, default=8, help="recorded frames between two of a clip, the base's")
     parser.add_argument("--eval-group", type=int, default=4, help="samples of a context")
+    parser.add_argument("--models", help="folder for the models of `post`, which `policy_post` reads")
+    parser.add_argument("--policy-steps", type=int, default=1000)
+    parser.add_argument("--policy-episodes", type=int, default=50, help="of each task in the simulator")
     parser.add_argument("--data", default="data", help="where episodes are kept")
     parser.add_argument("--processes", type=int, help="that make episodes; all cores by default")
     options = parser.parse_args()

@@ -53,9 +53,9 @@ class Clips(NamedTuple):
 
     @property
     def observation(self) -> dict[str, Tensor]:
-        """What a policy sees at the first frame: `image` uint8 `[b 1 h w 3]` and `tokens` `[b l]`."""
+        """What a policy sees at the first frame: `image` uint8 `[b 1 h w 3]`, `tokens` `[b l]`, `caption` as bytes."""
         image = ((self.video[:, :1] + 1) * 127.5).round().byte().permute(0, 1, 3, 4, 2)
-        return {"image": image, "tokens": self.tokens}
+        return {"image": image, "tokens": self.tokens, "caption": torch.from_numpy(caption_bytes(self.caption))}
 
 
 class Episodes(NamedTuple):
@@ -92,6 +92,17 @@ def word_ids(caption: str, length: int, vocabulary: int) -> list[int]:
     words = re.findall(r"\w+", caption.lower())[:length]
     ids = [zlib.crc32(word.encode()) % (vocabulary - 1) + 1 for word in words]
     return ids + [0] * (length - len(ids))
+
+
+def caption_bytes(captions: Sequence[str]) -> np.ndarray:
+    """Texts as an array that travels with tensors: UTF-8, `(n, longest)` uint8, filled up with zeros."""
+    encoded = np.array([caption.encode() for caption in captions])
+    return encoded.view(np.uint8).reshape(len(captions), -1)
+
+
+def read_caption_bytes(rows: Tensor) -> list[str]:
+    """The texts that `caption_bytes` took."""
+    return [row.cpu().numpy().tobytes().rstrip(b"\0").decode() for row in rows]
 
 
 def clip_starts(length: np.ndarray, span: int, every: int) -> tuple[np.ndarray, np.ndarray]:
@@ -162,7 +173,7 @@ class ClipSet(Dataset[Clips]):
 
 
 class InstructedSimulators(metaworld.Simulators):
-    """Simulators of a task whose observations hold the instruction too, as `tokens` int64 `(n, l)`.
+    """Simulators of a task whose observations hold the instruction too: `tokens` int64 `(n, l)`, `caption` as bytes.
 
     Args:
         task: Name of the task.
@@ -176,8 +187,9 @@ class InstructedSimulators(metaworld.Simulators):
         self.words = np.array(words)
 
     def _told(self, step: metaworld.Step) -> metaworld.Step:
-        tokens = np.tile(self.words, (len(step.solved), 1))
-        return step._replace(observation={**step.observation, "tokens": tokens})
+        n = len(step.solved)
+        told = {"tokens": np.tile(self.words, (n, 1)), "caption": caption_bytes([instruction(self.task)] * n)}
+        return step._replace(observation=step.observation | told)
 
     def reset(self, seeds: Sequence[int]) -> tuple[metaworld.Step, np.ndarray]:
         """See `metaworld.Simulators.reset`."""

@@ -7,7 +7,7 @@
 Needs no Lightning. Axes: b contexts, f frames, p image positions, t steps of a chunk, a numbers of an action.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -78,15 +78,13 @@ class ActionConfig:
 class ActionModel(nn.Module):
     """Picture and instruction to a chunk of actions.
 
-    The video model is frozen; the goal vector is the mean of the instruction's tokens. Actions are brought to mean 0
-    and standard deviation 0.5, the action head's, by `fit`.
+    The video model is frozen; the goal vector is the mean of the instruction's tokens, or CLIP's text vector where the
+    video model reads text by CLIP. Actions are brought to mean 0 and standard deviation 0.5, the action head's, by
+    `fit`.
 
     Args:
-        video: With a token table.
+        video: Whose features are read.
         config: Sizes.
-
-    Raises:
-        ValueError: If the video model reads text by CLIP.
     """
 
     mean: Tensor
@@ -94,12 +92,9 @@ class ActionModel(nn.Module):
 
     def __init__(self, video: VideoModel, config: ActionConfig) -> None:
         super().__init__()
-        if isinstance(video.text, ClipText):
-            raise ValueError("the policy reads words of a token table, but this video model has CLIP as text encoder")
         self.config = config
         self.video = video.requires_grad_(False).eval()
         ups = list(reversed(video.unet.config.block_out_channels))
-        text = video.unet.config.cross_attention_dim
         self.former = VideoFormer(
             features=sum(ups[i] for i in config.blocks),
             frames=video.frames,
@@ -110,7 +105,7 @@ class ActionModel(nn.Module):
             head_width=config.width // config.heads,
         )
         sizes = (config.width, config.layers, config.heads, config.dropout)
-        self.encoder = ActionEncoder(text, *sizes)
+        self.encoder = ActionEncoder(video.text.goal_width, *sizes)
         self.decoder = ActionDecoder(config.action_dim, config.horizon, *sizes)
         self.register_buffer("mean", torch.full((config.action_dim,), torch.nan))
         self.register_buffer("std", torch.full((config.action_dim,), torch.nan))
@@ -134,21 +129,23 @@ class ActionModel(nn.Module):
         self.std.copy_(torch.where(std < 1e-4, 0.5, std))
 
     @torch.no_grad()
-    def features(self, image: Tensor, tokens: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    def features(
+        self, image: Tensor, tokens: Tensor, start: Tensor, caption: Sequence[str] = ()
+    ) -> tuple[Tensor, Tensor]:
         """What the video model sees coming.
 
         Args:
             image: `[b 3 h w]` in [-1, 1].
             tokens: Words, `[b l]`.
             start: Standard normal noise, `[b f c h' w']`.
+            caption: b instructions, for a video model that reads them by CLIP.
 
         Returns:
             First-step features `[b f p d]` and the goal `[b d']`.
         """
-        condition = self.video.condition(self.video.encode(image[:, None]), tokens, ())
+        condition = self.video.condition(self.video.encode(image[:, None]), tokens, caption)
         seen = first_step_features(self.video.unet, start, self.config.sigma, condition, self.config.blocks)
-        words = (tokens > 0).sum(1, keepdim=True).clamp(min=1)
-        return seen, condition.text.sum(1) / words
+        return seen, self.video.text.goal(tokens, caption)
 
     def context(self, features: Tensor, goal: Tensor) -> Tensor:
         """What the action head reads, `[b 1+k width]`."""
@@ -177,7 +174,9 @@ class ActionModel(nn.Module):
         small = side // 2 ** (len(self.video.autoencoder.config.block_out_channels) - 1)
         return self.video.frames, self.video.unet.config.out_channels, small, small
 
-    def forward(self, pictures: Tensor, tokens: Tensor, noise: Tensor, seed: int = 0) -> Tensor:
+    def forward(
+        self, pictures: Tensor, tokens: Tensor, noise: Tensor, seed: int = 0, caption: Sequence[str] = ()
+    ) -> Tensor:
         """Act; the features are taken at one noise, always the same.
 
         Args:
@@ -185,13 +184,14 @@ class ActionModel(nn.Module):
             tokens: `[b l]`.
             noise: Standard normal, `[b t a]`.
             seed: Of that one noise.
+            caption: See `features`.
 
         Returns:
             `[b t a]` in their own units, not clipped.
         """
         image = pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
         start = context_noise([0], self.start_shape(image.shape[-1]), seed, FEATURES).to(image)
-        return self.plan(*self.features(image, tokens, start.expand(len(image), -1, -1, -1, -1)), noise)
+        return self.plan(*self.features(image, tokens, start.expand(len(image), -1, -1, -1, -1), caption), noise)
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -235,18 +235,26 @@ class VideoRolloutPolicy:
         tokens: Words of the instruction, l integers.
         seed: Of all noise.
         device: Where the networks run.
+        caption: The instruction itself, which a video model that reads text by CLIP needs; `tokens` may then be [].
 
     Raises:
-        ValueError: If the model's actions have not been fitted.
+        ValueError: If the model's actions have not been fitted, or CLIP has no caption to read.
     """
 
     def __init__(
-        self, model: ActionModel, tokens: list[int], seed: int = 0, device: str | torch.device = "cpu"
+        self,
+        model: ActionModel,
+        tokens: list[int],
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        caption: str | None = None,
     ) -> None:
         if not model.fitted:
             raise ValueError("the policy's actions are not fitted: load a trained checkpoint, or call fit first")
         self.model, self.seed, self.device = model.to(device).eval(), seed, torch.device(device)
-        self.tokens = torch.tensor(tokens, device=self.device)
+        if caption is None and isinstance(model.video.text, ClipText):
+            raise ValueError("the policy's video model reads text by CLIP: give the instruction as caption")
+        self.tokens, self.caption = torch.tensor(tokens, dtype=torch.int64, device=self.device), caption or ""
         self._generator = torch.Generator().manual_seed(seed)
         self.reset()
 
@@ -275,14 +283,20 @@ class VideoRolloutPolicy:
             config = self.model.config
             noise = torch.randn(len(pictures), config.horizon, config.action_dim, generator=self._generator)
             tokens = self.tokens.expand(len(pictures), -1)
-            chunk = self.model(pictures, tokens, noise.to(self.device), self.seed).float().cpu().numpy()
+            told = [self.caption] * len(pictures)
+            chunk = self.model(pictures, tokens, noise.to(self.device), self.seed, told).float().cpu().numpy()
             self._queue = list(chunk[:, : config.action_steps].swapaxes(0, 1))
         action = self._queue.pop(0)
         return action if image.ndim == 4 else action[0]
 
     @classmethod
     def from_pretrained(
-        cls, source: str | Path, tokens: list[int], seed: int = 0, device: str | torch.device = "cpu"
+        cls,
+        source: str | Path,
+        tokens: list[int],
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        caption: str | None = None,
     ) -> "VideoRolloutPolicy":
         """Read a folder that `VideoPolicy.save_pretrained` wrote; see `ActionModel.load`."""
-        return cls(ActionModel.load(source), tokens, seed, device)
+        return cls(ActionModel.load(source), tokens, seed, device, caption)

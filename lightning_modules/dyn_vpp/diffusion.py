@@ -17,11 +17,11 @@ from lightning_modules.hub import FILES, fill, read_state
 from .autoencoder import read_autoencoder
 from .lora import merge
 from .metrics import (
+    PerceptualDistance,
     centroid_error,
     colour_centroid,
     flow_error,
     group_diversity,
-    perceptual_distance,
     psnr,
     sharpness,
     ssim,
@@ -184,7 +184,7 @@ class VideoDiffusion(LightningModule):
         """Forget the latents of other data; load LPIPS for a test."""
         self._latents = {}
         if stage == "test" and self.hparams["perceptual"]:
-            self._perceptual = [perceptual_distance(self.hparams["perceptual"]).to(self.device)]
+            self._perceptual = [PerceptualDistance(self.hparams["perceptual"]).to(self.device)]
 
     def train(self, mode: bool = True) -> "VideoDiffusion":
         """The autoencoder always stays in evaluation mode."""
@@ -353,7 +353,8 @@ class VideoDiffusion(LightningModule):
                 seen = int((~errors.isnan()).sum())  # frames in which the object is in sight
                 log_means(self, {"test/centroid_error": errors.nanmean()}, seen)
             for measure in self._perceptual:
-                values["lpips"] = measure(ours[:, 1:].flatten(0, 1), theirs[:, 1:].flatten(0, 1))
+                pair = [2 * x[:, 1:].flatten(0, 1) - 1 for x in (ours, theirs)]
+                values["lpips"] = measure(*pair).mean()
             for k in range(latents.shape[1]):
                 values |= {f"l1_frame_{k}": l1[..., k].mean(), f"cosine_frame_{k}": cosine[..., k].mean()}
         log_means(self, {f"{stage}/{k}": v for k, v in values.items()}, len(batch.index))

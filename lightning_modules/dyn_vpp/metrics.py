@@ -28,23 +28,34 @@ def ssim(prediction: Tensor, target: Tensor) -> Tensor:
     return values.unflatten(0, prediction.shape[:-3])  # type: ignore[union-attr]
 
 
-def perceptual_distance(network: Literal["alex", "vgg", "squeeze"]) -> nn.Module:
-    """LPIPS (arXiv 1801.03924): takes two batches of pictures `[n 3 h w]` in [0, 1], gives the mean distance.
+class PerceptualDistance(nn.Module):
+    """LPIPS (arXiv 1801.03924) of pairs of pictures, at least 0.
 
     Args:
         network: "alex", "vgg" or "squeeze"; torchvision reads or downloads its ImageNet weights.
+        rows: Most pairs in one pass.
 
     Raises:
         FileNotFoundError: If the weights are neither there nor to be had.
     """
-    from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
 
-    try:
-        return LearnedPerceptualImagePatchSimilarity(net_type=network, normalize=True).eval()
-    except OSError as error:
-        raise FileNotFoundError(
-            f"LPIPS needs torchvision's {network} weights, which cannot be loaded: {error}"
-        ) from None
+    def __init__(self, network: Literal["alex", "vgg", "squeeze"], rows: int = 64) -> None:
+        super().__init__()
+        from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
+
+        try:
+            self.network = LearnedPerceptualImagePatchSimilarity(net_type=network).net.eval()
+        except OSError as error:
+            raise FileNotFoundError(
+                f"LPIPS needs torchvision's {network} weights, which cannot be loaded: {error}"
+            ) from None
+        self.rows = rows
+
+    @torch.no_grad()
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        """Distances of two batches of pictures in [-1, 1], `[n 3 h w]` twice -> `[n]`."""
+        pairs = zip(first.split(self.rows), second.split(self.rows), strict=True)
+        return torch.cat([self.network(a, b).flatten() for a, b in pairs])
 
 
 def lucas_kanade(

@@ -18,7 +18,7 @@ from lightning_modules.distributed import gather_batch, log_means
 
 from .diffusion import ROLLOUT, TRAINING, VideoDiffusion
 from .lora import add_low_rank
-from .metrics import group_diversity, sharpness
+from .metrics import PerceptualDistance, group_diversity, sharpness
 from .objective import (
     Advantages,
     MicroBatch,
@@ -78,6 +78,8 @@ class DynVPP(VideoDiffusion):
         difference_weight: Of the reward for the change from frame to frame; 0 in the paper.
         pixel_weight: Of minus the mean absolute error of decoded frames (pixels in [-1, 1]); 0 in the paper. It needs
             `group` decoded videos a clip.
+        perceptual_weight: Of minus the LPIPS (by the network `perceptual`) of decoded frames; 0 in the paper. The
+            released code's pixel reward, which its paper does not use, is this and the last at 1.
         inner_epochs: Optimiser steps per rollout.
         micro_batch: Most contexts (samples, where they do not share their start) in one backward pass; all if none.
         max_grad_norm: Gradients are clipped to this norm; none to leave them.
@@ -120,6 +122,7 @@ class DynVPP(VideoDiffusion):
         cosine_weight: float = 1.0,
         difference_weight: float = 0.0,
         pixel_weight: float = 0.0,
+        perceptual_weight: float = 0.0,
         inner_epochs: int = 1,
         micro_batch: int | None = None,
         max_grad_norm: float | None = 1.0,
@@ -141,7 +144,10 @@ class DynVPP(VideoDiffusion):
         check_above(0, clip=clip, advantage_bound=advantage_bound, max_grad_norm=max_grad_norm)
         check_least(0, kl_weight=kl_weight, drift_weight=drift_weight, anchor_weight=anchor_weight)
         check_least(0, l1_weight=l1_weight, cosine_weight=cosine_weight, difference_weight=difference_weight)
-        check_least(0, pixel_weight=pixel_weight, skip_frames=skip_frames, cosine_every=cosine_every)
+        check_least(0, pixel_weight=pixel_weight, perceptual_weight=perceptual_weight)
+        check_least(0, skip_frames=skip_frames, cosine_every=cosine_every)
+        if perceptual_weight and not self.hparams["perceptual"]:
+            raise ValueError("perceptual_weight needs a network: set perceptual to alex, vgg or squeeze")
         self.schedule = hybrid_schedule(self.sigmas, stochastic, step_kind, eta)
         self._reference: list[nn.Module] = []  # in a list, so that it is neither trained nor saved
         self._base_rewards: dict[int, Tensor] = {}  # of validation clips
@@ -154,6 +160,12 @@ class DynVPP(VideoDiffusion):
                 "(dyn_vpp/metaworld_base makes one)"
             )
         return super()._start()
+
+    def setup(self, stage: str) -> None:
+        """See the base class; LPIPS where the reward has it."""
+        super().setup(stage)
+        if stage == "fit" and self.hparams["perceptual_weight"]:
+            self._perceptual = [PerceptualDistance(self.hparams["perceptual"]).to(self.device)]
 
     def configure_model(self) -> None:
         """Build the model once, and keep a copy of its U-Net where the base is the reference."""
@@ -313,9 +325,15 @@ class DynVPP(VideoDiffusion):
         result = rollout(self.model.denoiser(condition, h["rows"]), start, noise, self.schedule)
         weights = {name: h[name] for name in ("l1_weight", "cosine_weight", "difference_weight")}
         rewards = latent_reward(result.latents, latents[:, None], **weights)
-        if h["pixel_weight"]:
+        if h["pixel_weight"] or h["perceptual_weight"]:
             decoded = torch.stack([self.model.decode(x) for x in result.latents.unbind(1)], dim=1)
-            rewards = rewards + h["pixel_weight"] * pixel_reward(2 * decoded - 1, 2 * self.pictures(batch)[:, None] - 1)
+            rewards = rewards + pixel_reward(
+                2 * decoded - 1,
+                2 * self.pictures(batch)[:, None] - 1,
+                h["pixel_weight"],
+                self._perceptual[0] if h["perceptual_weight"] else None,
+                h["perceptual_weight"],
+            )
         advantages = self._advantages(rewards)
 
         steps = self._trained_steps(result.steps)

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
+from datamodules.videos import read_caption_bytes
 from lightning_modules.distributed import log_means, shard
 
 from .action_model import ACTIONS, FEATURES, ActionConfig, ActionModel, VideoRolloutPolicy
@@ -192,14 +193,16 @@ class VideoPolicy(LightningModule):
         """Plan.
 
         Args:
-            observation: `image` uint8 `[b 1 h w 3]` and `tokens` `[b l]`.
+            observation: `image` uint8 `[b 1 h w 3]` and `tokens` `[b l]`; for CLIP `caption`, see
+                `datamodules.videos.caption_bytes`.
             noise: Standard normal, `[b horizon a]`.
 
         Returns:
             `[b horizon a]` in the actions' units, not clipped.
         """
         assert self.model is not None, "call configure_model() first"
-        return self.model(observation["image"][:, -1], observation["tokens"], noise, self.hparams["seed"])
+        told = read_caption_bytes(observation["caption"]) if "caption" in observation else ()
+        return self.model(observation["image"][:, -1], observation["tokens"], noise, self.hparams["seed"], told)
 
     @property
     def executed(self) -> slice:
@@ -223,7 +226,8 @@ class VideoPolicy(LightningModule):
         shape = self.model.start_shape(image.shape[-1])
         start = context_noise(batch.index.tolist(), shape, self.hparams["seed"], FEATURES, epoch).to(image)
         noise, uniform = self._draws(batch, epoch)
-        return self.model.loss(*self.model.features(image, batch.tokens, start), self._chunk(batch), uniform, noise)
+        seen = self.model.features(image, batch.tokens, start, batch.caption)
+        return self.model.loss(*seen, self._chunk(batch), uniform, noise)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One batch of clips."""
@@ -275,10 +279,12 @@ class VideoPolicy(LightningModule):
 
     # ---------------------------------------------------------------------------------------------- reuse
 
-    def policy(self, tokens: list[int], seed: int = 0, device: str | torch.device = "cpu") -> VideoRolloutPolicy:
+    def policy(
+        self, tokens: list[int], seed: int = 0, device: str | torch.device = "cpu", caption: str | None = None
+    ) -> VideoRolloutPolicy:
         """The policy as an object for a control loop; it shares the weights where the device is the same."""
         assert self.model is not None, "call configure_model() first"
-        return VideoRolloutPolicy(self.model, tokens, seed, device)
+        return VideoRolloutPolicy(self.model, tokens, seed, device, caption)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the folder that `action_model` describes."""

@@ -68,6 +68,15 @@ class TokenTable(nn.Module):
         """Numbers of words `[b l]` -> `[b l d]`; `caption` is not looked at."""
         return (self.words(tokens) + self.places) * (tokens > 0)[..., None]
 
+    @property
+    def goal_width(self) -> int:
+        """Numbers of `goal`."""
+        return self.words.embedding_dim
+
+    def goal(self, tokens: Tensor, caption: Sequence[str]) -> Tensor:
+        """One vector for an instruction, the mean of its words: `[b l]` -> `[b d]`."""
+        return self(tokens, caption).sum(1) / (tokens > 0).sum(1, keepdim=True).clamp(min=1)
+
 
 class ClipText(nn.Module):
     """CLIP's text tower, frozen; its 20 tokens are repeated along the channels (512 -> 1024), as VPP does.
@@ -91,11 +100,24 @@ class ClipText(nn.Module):
     @torch.no_grad()
     def forward(self, tokens: Tensor, caption: Sequence[str]) -> Tensor:
         """Instructions -> `[b l d]`; `tokens` is not looked at, except for its device."""
+        hidden = self._read(tokens, caption).last_hidden_state
+        return torch.cat([hidden, hidden], dim=-1)
+
+    def _read(self, tokens: Tensor, caption: Sequence[str]) -> Any:
         padded = self.tokenizer(
             list(caption), padding="max_length", max_length=self.length, truncation=True, return_tensors="pt"
         )
-        hidden = self.tower(**padded.to(tokens.device)).last_hidden_state
-        return torch.cat([hidden, hidden], dim=-1)
+        return self.tower(**padded.to(tokens.device))
+
+    @property
+    def goal_width(self) -> int:
+        """Numbers of `goal`."""
+        return self.tower.config.projection_dim
+
+    @torch.no_grad()
+    def goal(self, tokens: Tensor, caption: Sequence[str]) -> Tensor:
+        """One vector for an instruction, CLIP's projected text, as in VPP: b captions -> `[b d]`."""
+        return self._read(tokens, caption).text_embeds
 
 
 class VideoModel(nn.Module):
@@ -131,7 +153,7 @@ class VideoModel(nn.Module):
         self.unet: UNetSpatioTemporalConditionModel = video_unet(unet)
         self.autoencoder: AutoencoderKLTemporalDecoder = video_autoencoder(autoencoder).requires_grad_(False).eval()
         width = unet["cross_attention_dim"]
-        self.text: nn.Module = (
+        self.text: TokenTable | ClipText = (
             ClipText(text["clip"], text["length"])
             if "clip" in text
             else TokenTable(text["vocabulary"], width, text["length"])

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_modules.dyn_vpp.metrics import (
+    PerceptualDistance,
     centroid_error,
     colour_centroid,
     flow_error,
@@ -115,3 +116,30 @@ def test_the_arms_place_by_colour_is_that_of_the_simulators_geometry(task):
         assert torch.linalg.vector_norm(colour_centroid(seen, red) - true) < 0.2  # pixels
         for _ in range(8):
             simulator.step(simulator.expert())
+
+
+def test_perceptual_distance_is_torchmetrics_pair_by_pair(monkeypatch):
+    """On an untrained AlexNet, as its weights are not here: what is checked is range, order and rows."""
+    import torchvision
+    from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
+
+    untrained = torchvision.models.alexnet(weights=None)
+    monkeypatch.setattr(torchvision.models, "alexnet", lambda **_: untrained)
+    first, second = torch.rand(2, 5, 3, 64, 64).unbind()
+    found = PerceptualDistance("alex", rows=2)(2 * first - 1, 2 * second - 1)
+    assert found.shape == (5,) and not found.requires_grad
+    theirs = LearnedPerceptualImagePatchSimilarity("alex", normalize=True)
+    for i in range(5):
+        assert found[i].item() == pytest.approx(theirs(first[i : i + 1], second[i : i + 1]).item(), rel=1e-4)
+    assert PerceptualDistance("alex")(first, first).abs().max() < 1e-6
+
+
+def test_missing_perceptual_weights_are_named(monkeypatch):
+    import torchvision
+
+    def gone(**_: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(torchvision.models, "alexnet", gone)
+    with pytest.raises(FileNotFoundError, match="LPIPS needs torchvision's alex weights, which cannot be loaded: no n"):
+        PerceptualDistance("alex")

@@ -80,6 +80,13 @@ def post(base, **options) -> DynVPP:
     return DynVPP(str(base), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), **options)
 
 
+def stand_in(network: str) -> torch.nn.Module:
+    """Mean squares for LPIPS, whose weights are not here."""
+    module = torch.nn.Module()
+    module.forward = lambda first, second: (first - second).square().mean((1, 2, 3))
+    return module
+
+
 # ---------------------------------------------------------------------------------------------- stage 1
 
 
@@ -113,14 +120,15 @@ def test_autoencoder_tests_and_predicts(home, autoencoder):
 
 def test_base_validates_tests_and_predicts(home, base, monkeypatch):
     run = trainer(home / "test_base")
-    monkeypatch.setattr(f"{VideoDiffusion.__module__}.perceptual_distance", lambda network: torch.nn.MSELoss())
+    monkeypatch.setattr(f"{VideoDiffusion.__module__}.PerceptualDistance", stand_in)
     module = VideoDiffusion.load_from_checkpoint(base, perceptual="alex", object_colour=[0.9, 0.3, 0.1])
     (metrics,) = run.test(module, data(home), verbose=False)
     names = {k.removeprefix("test/") for k in metrics}
     assert {"loss", "reward", "reward_ode", "copy_reward", "diversity", "sharpness", "psnr", "flow_error"} <= names
     assert all(math.isfinite(v) for k, v in metrics.items() if k != "test/centroid_error")  # the object may be missing
-    # the mean square stands in for LPIPS here; the mean of minus its logarithm is above that of the mean (Jensen)
-    assert metrics["test/psnr"] >= -10 * math.log10(metrics["test/lpips"]) - 1e-3
+    # the mean square stands in for LPIPS here, of pictures in [-1, 1], four times that in [0, 1]; the mean of minus its
+    # logarithm is above that of the mean (Jensen)
+    assert metrics["test/psnr"] >= -10 * math.log10(metrics["test/lpips"] / 4) - 1e-3
     per_frame = [metrics[f"test/cosine_frame_{k}"] - metrics[f"test/l1_frame_{k}"] for k in (1, 2, 3)]
     assert metrics["test/reward"] == pytest.approx(sum(per_frame) / 3, abs=1e-5)
     (rows,) = run.predict(module, data(home))
@@ -297,6 +305,21 @@ def test_ratio_is_one_before_the_update_and_micro_batches_change_nothing(home, b
         assert watched[0][f"train/{name}"].item() == pytest.approx(watched[1][f"train/{name}"].item(), rel=1e-3), name
     assert moves[0].norm() > 1e-3
     assert (moves[0] - moves[1]).norm() < 0.01 * moves[0].norm()
+
+
+def test_the_reward_may_have_decoded_frames(home, base, monkeypatch):
+    """Each part lowers the reward by its weight times what it measures."""
+    monkeypatch.setattr(f"{DynVPP.__module__}.PerceptualDistance", stand_in)
+    rewards = []
+    parts = [{}, {"pixel_weight": 2.0}, {"perceptual_weight": 3.0}, {"pixel_weight": 2.0, "perceptual_weight": 3.0}]
+    for i, part in enumerate(parts):
+        module = post(base, perceptual="alex", **part)
+        module.log_dict = lambda values, **_: rewards.append(values["train/reward"].item())
+        trainer(home / f"pixels_{i}", max_steps=1, limit_val_batches=0).fit(module, data(home))
+    losses = [rewards[0] - r for r in rewards[1:]]
+    assert min(losses) > 1e-3
+    assert losses[2] == pytest.approx(losses[0] + losses[1], rel=1e-4)
+    assert losses[1] / 3 < losses[0]  # absolute differences up to 2 are not below half of their squares
 
 
 @pytest.mark.long
@@ -532,6 +555,7 @@ def test_the_shipped_base_is_small_and_what_the_configs_describe():
         ({"l1_weight": float("nan")}, "l1_weight nan must be at least 0"),
         ({"keep": 3}, "keep must be an even number from 2 to the group size 8, got 3"),
         ({"skip_frames": -1}, "skip_frames -1 must be at least 0"),
+        ({"perceptual_weight": 1.0}, "perceptual_weight needs a network: set perceptual to alex, vgg or squeeze"),
     ],
 )
 def test_impossible_numbers_are_refused(options, message):

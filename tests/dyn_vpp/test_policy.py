@@ -7,12 +7,14 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
+from callbacks import Rollouts
 from datamodules import ExpertVideos
-from lightning_modules import VideoPolicy
+from datamodules.videos import caption_bytes, read_caption_bytes
+from lightning_modules import VideoDiffusion, VideoPolicy
 from lightning_modules.dyn_vpp.action_model import ActionConfig, ActionModel, VideoRolloutPolicy
 from lightning_modules.dyn_vpp.networks import SMALL_AUTOENCODER, SMALL_UNET, first_step_features
 from lightning_modules.dyn_vpp.video_model import VideoModel
-from tests.dyn_vpp.toys import AUTOENCODER, UNET
+from tests.dyn_vpp.toys import AUTOENCODER, DATA, UNET, write_folder
 from tests.helpers import run
 
 SIZES = {"action_dim": 4, "horizon": 6, "action_steps": 3, "queries": 2, "width": 16}
@@ -152,6 +154,82 @@ def test_refusals(video, tmp_path):
         VideoPolicy(action_dim=4).configure_model()
 
 
+@pytest.fixture(scope="module")
+def clip_video(tmp_path_factory):
+    """A video model that reads text by a tiny CLIP with random weights."""
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+
+    folder = tmp_path_factory.mktemp("clip")
+    letters = [chr(c) for c in range(97, 123)]
+    pieces = [*letters, *(f"{c}</w>" for c in letters), "<|startoftext|>", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(pieces)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt")).save_pretrained(folder)
+    torch.manual_seed(0)
+    ends = {"bos_token_id": len(pieces) - 2, "eos_token_id": len(pieces) - 1}
+    sizes = {"hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8}
+    config = CLIPTextConfig(vocab_size=len(pieces), projection_dim=24, max_position_embeddings=40, **sizes, **ends)
+    CLIPTextModelWithProjection(config).save_pretrained(folder)
+    unet = {**SMALL_UNET, **UNET, "cross_attention_dim": 1024}
+    return VideoModel(unet, {**SMALL_AUTOENCODER, **AUTOENCODER}, {"clip": str(folder), "length": 20})
+
+
+def test_clip_reads_the_instruction(clip_video, tmp_path):
+    """Numbers of words are not looked at; the caption is, by the module, the control loop and what a folder holds."""
+    torch.manual_seed(1)
+    model = ActionModel(clip_video, ActionConfig(**SIZES, sigma=5.0, steps=3)).eval()
+    model.fit(torch.tensor([[1.0, 0.0, 3.0, 1.0], [-1.0, 4.0, 3.0, 0.0]]))
+    image, tokens, start = inputs()
+    text = clip_video.text
+    hidden = text.tower(**text.tokenizer(["door open"], padding="max_length", max_length=20, return_tensors="pt"))
+    goal = model.features(image, tokens, start, ["door open", "reach"])[1]
+    torch.testing.assert_close(goal[0], hidden.text_embeds[0])
+    torch.testing.assert_close(text(tokens[:1], ["door open"])[0], hidden.last_hidden_state[0].repeat(1, 2))
+    assert goal.shape == (2, 24) and not torch.equal(goal[0], goal[1])
+    noise = torch.randn(2, 6, 4)
+    pictures = ((image + 1) * 127.5).round().byte().permute(0, 2, 3, 1)
+    module = VideoPolicy(**SIZES, sigma_max=5.0, action_noise_levels=3)
+    module.model = model
+    captions = ["door open", "öffne die tür"]
+    observation = {"image": pictures[:, None], "tokens": tokens, "caption": torch.from_numpy(caption_bytes(captions))}
+    assert read_caption_bytes(observation["caption"]) == captions
+    with torch.no_grad():
+        plan = module(observation, noise)
+        assert torch.equal(plan, model(pictures, tokens, noise, 0, captions))
+        assert not torch.equal(plan, model(pictures, tokens, noise, 0, ["reach", "reach"]))
+    model.save(tmp_path / "saved")
+    picture = {"image": pictures[0].numpy()}
+    first = VideoRolloutPolicy(model, [], caption="door open").act(picture)
+    again = VideoRolloutPolicy.from_pretrained(tmp_path / "saved", [], caption="door open")
+    assert np.array_equal(first, again.act(picture))
+    assert not np.array_equal(first, VideoRolloutPolicy(model, [], caption="reach").act(picture))
+    with pytest.raises(ValueError, match="reads text by CLIP: give the instruction as caption"):
+        VideoRolloutPolicy(model, [])
+
+
+def test_a_base_and_a_policy_learn_with_clip(clip_video, tmp_path):
+    parts = clip_video.parts()
+    run = {"max_epochs": 1, "limit_train_batches": 1, "logger": False, "accelerator": "cpu"}
+    run |= {"enable_model_summary": False, "enable_progress_bar": False}
+    run |= {"limit_val_batches": 1, "num_sanity_val_steps": 0, "default_root_dir": tmp_path}
+    data = ExpertVideos(str(write_folder(tmp_path / "videos")), data_dir=str(tmp_path / "data"), **DATA)
+    base = VideoDiffusion(parts["unet"], text_encoder=parts["text"]["clip"], tokens=20, steps=3, eval_group=2)
+    trainer = Trainer(**run)
+    trainer.fit(base, data)
+    tower = clip_video.text.tower.state_dict()
+    assert all(torch.equal(v, tower[k]) for k, v in base.model.text.tower.state_dict().items())
+    trainer.save_checkpoint(tmp_path / "base.ckpt")
+    data = ExpertVideos(
+        "metaworld", ["reach-v3"], 1, 1, max_steps=60, data_dir=str(tmp_path / "data"), processes=1, **DATA
+    )
+    policy = VideoPolicy(init_from=str(tmp_path / "base.ckpt"), **{**SIZES, "action_dim": None}, sigma_max=5.0)
+    trainer = Trainer(**run, callbacks=[Rollouts(1, 6, picture=0, latency_calls=1)])
+    trainer.fit(policy, data)
+    assert 0 <= trainer.callback_metrics["val/success_rate"] <= 1
+    (metrics,) = trainer.test(policy, data, verbose=False)
+    assert metrics["test/latency_ms"] > 0
+
+
 @pytest.mark.long
 def test_it_trains_on_clips_and_acts_in_the_simulator(video, tmp_path):
     video.save(tmp_path / "video")
@@ -202,4 +280,5 @@ def test_clips_show_a_policy_what_the_simulator_does(tmp_path):
     simulators.close()
     assert np.array_equal(step.observation["tokens"], batch.tokens.numpy())
     assert np.array_equal(step.observation["image"][0], batch.observation["image"][0].numpy())
+    assert read_caption_bytes(torch.from_numpy(step.observation["caption"])) == batch.caption == ["reach"]
     assert layouts.shape == (1, data.layouts("reach-v3").shape[1])
