@@ -7,9 +7,10 @@ Rows: `base`; `post`, the post-training; `steps_<lr>` and `compute_<lr>`, more s
 many optimiser steps, or as many passes of the U-Net, as `post` (a backward pass counts as two); `small`, post-training
 with 8 contexts and learning rate 1e-3, a control that should fail. All start from the same base, have the same
 schedule, average their weights alike and are scored on the same contexts with the same noise. Copying the first frame
-is a column of every row. `post_<lr>` is `post` with another learning rate, for choosing one. `policy_base` and
-`policy_post` train a policy on the features of the base or of the seed's post-trained model (`--models`, where `post`
-leaves it) and count its successes in the simulator.
+is a column of every row. `post_<lr>` is `post` with another learning rate, for choosing one. `more_<lr>` is 500 more
+supervised steps of 32 clips, which tell whether the base has converged. `policy_base` and `policy_post` train a policy
+on the features of the base or of the seed's post-trained model (`--models`, where `post` leaves it) and count its
+successes in the simulator.
 
 A row is one JSON file below `benchmarks/results/dyn_vpp/comparison`, written the moment it exists, with command, seed,
 budget and the scores of each context; a second start with the same settings goes on where the first one stopped.
@@ -117,6 +118,8 @@ def plan(name: str, options: argparse.Namespace) -> tuple[int, float, int]:
     if name == "post":
         return options.iterations, options.lr, options.contexts
     kind, lr = name.split("_")
+    if kind == "more":
+        return 500, float(lr), 32
     factor = passes_per_iteration(options) / 3 if kind == "compute" else 1.0
     return round(options.iterations * factor), float(lr), options.contexts
 
