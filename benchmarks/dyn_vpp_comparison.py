@@ -44,8 +44,8 @@ RESULTS = Path(__file__).parent / "results" / "dyn_vpp" / "comparison"
 ARM = (0.43, 0.08, 0.08)
 """Colour of the robot arm in the ray-cast pictures: the object whose centre is measured."""
 KEPT = (
-    "base", "sigma_max", "steps", "contexts", "group", "iterations", "lr", "warmup", "anchor", "ema", "episodes",
-    "test_episodes", "apart", "eval_group", "frames", "stride", "policy_steps", "policy_episodes",
+    "base", "sigma_min", "sigma_max", "steps", "contexts", "group", "iterations", "lr", "warmup", "anchor", "ema",
+    "episodes", "test_episodes", "apart", "eval_group", "frames", "stride", "policy_steps", "policy_episodes",
 )  # fmt: skip
 
 
@@ -153,7 +153,8 @@ def run_one(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
         """Up in a straight line, then down to 0."""
         return min((step + 1) / (options.warmup + 1), max(0, steps - step) / max(1, steps - options.warmup))
 
-    shared = {"init_from": options.base, "steps": options.steps, "sigma_min": 0.02, "sigma_max": options.sigma_max}
+    shared = {"init_from": options.base, "steps": options.steps}
+    shared |= {"sigma_min": options.sigma_min, "sigma_max": options.sigma_max}
     shared |= {"p_mean": 0.0, "p_std": 1.6, "seed": seed, "eval_group": options.eval_group, "rows": 128}
     shared |= {"optimizer": lambda p: torch.optim.Adam(p, lr=lr, eps=1e-12)}
     shared |= {"lr_scheduler": lambda o: torch.optim.lr_scheduler.LambdaLR(o, factor)}
@@ -259,7 +260,7 @@ def run(options: argparse.Namespace) -> None:
 
 def folder(options: argparse.Namespace) -> Path:
     """Where the rows of a stage and a sampler lie."""
-    return RESULTS / options.stage / f"sigma{options.sigma_max:g}_steps{options.steps}"
+    return RESULTS / options.stage / f"sigma{options.sigma_max:g}to{options.sigma_min:g}_steps{options.steps}"
 
 
 def means(row: dict[str, Any]) -> dict[str, float]:
@@ -346,8 +347,9 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--stage", choices=("val", "test"), default="test")
     parser.add_argument("--base", default="metaworld", help="shipped weights, a folder or a checkpoint")
-    parser.add_argument("--sigma-max", type=float, default=80.0)
-    parser.add_argument("--steps", type=int, default=3, help="of the sampler")
+    parser.add_argument("--sigma-min", type=float, default=0.1)
+    parser.add_argument("--sigma-max", type=float, default=20.0)
+    parser.add_argument("--steps", type=int, default=2, help="of the sampler")
     parser.add_argument("--contexts", type=int, default=64, help="of a batch")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=100)

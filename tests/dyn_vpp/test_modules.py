@@ -610,7 +610,7 @@ def other_latents(folder):
     ("args", "message"),
     [
         (["--data.tokens", "3"], "data.tokens is 3 and the model's 8: set data.tokens to 8"),
-        (["--model.stochastic", "[0, 5]"], "steps [5] cannot be stochastic: allowed are 0 to 4, because the last step"),
+        (["--model.stochastic", "[0, 1]"], "steps [1] cannot be stochastic: allowed are 0 to 0, because the last step"),
         (["--model.group", "1"], "group 1 has nothing to compare with: use at least 2 samples per context"),
         (["--data.frames", "3"], "the clips have 3 frames and the model 4: set data.frames to 4"),
         (["--data.frames", "9"], "fewer frames than the 17 that a clip spans: 0.gif (12)"),
