@@ -44,8 +44,9 @@ RESULTS = Path(__file__).parent / "results" / "dyn_vpp" / "comparison"
 ARM = (0.43, 0.08, 0.08)
 """Colour of the robot arm in the ray-cast pictures: the object whose centre is measured."""
 KEPT = (
-    "base", "sigma_min", "sigma_max", "steps", "contexts", "group", "iterations", "lr", "warmup", "anchor", "ema",
-    "episodes", "test_episodes", "apart", "eval_group", "frames", "stride", "policy_steps", "policy_episodes",
+    "base", "sigma_min", "sigma_max", "steps", "contexts", "group", "iterations", "inner_epochs", "lr", "warmup",
+    "anchor", "ema", "episodes", "test_episodes", "apart", "eval_group", "frames", "stride", "policy_steps",
+    "policy_episodes",
 )  # fmt: skip
 
 
@@ -106,9 +107,9 @@ class Curve(Callback):
 
 
 def passes_per_iteration(options: argparse.Namespace) -> float:
-    """Passes of the U-Net over a clip in one iteration of the post-training, per context."""
+    """Passes of the U-Net over a clip for one optimiser step of the post-training, per context."""
     sampling = 1 + (options.steps - 1) * options.group
-    return sampling + 3 + 3 * (options.anchor > 0)
+    return sampling / options.inner_epochs + 3 + 3 * (options.anchor > 0)
 
 
 def plan(name: str, options: argparse.Namespace) -> tuple[int, float, int]:
@@ -161,8 +162,9 @@ def run_one(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     post = name.startswith("post") or name == "small"
     module: VideoDiffusion
     if post:
-        settings = {"scale": "none", "skip_frames": 1, "rescale": True, "micro_batch": 32}
-        module = DynVPP(group=options.group, anchor_weight=options.anchor, **settings, **shared)
+        settings: dict[str, Any] = {"scale": "none", "skip_frames": 1, "rescale": True, "micro_batch": 32}
+        settings |= {"inner_epochs": options.inner_epochs, "anchor_weight": options.anchor}
+        module = DynVPP(group=options.group, **settings, **shared)
     else:
         module = VideoDiffusion(**shared)
     curve, ema = Curve(post), EMA(options.ema)
@@ -352,10 +354,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="of the sampler")
     parser.add_argument("--contexts", type=int, default=64, help="of a batch")
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--warmup", type=int, default=0, help="iterations in which the learning rate rises")
-    parser.add_argument("--anchor", type=float, default=1.0, help="weight of the supervised loss in the post-training")
+    parser.add_argument("--iterations", type=int, default=100, help="optimiser steps of the post-training")
+    parser.add_argument("--inner-epochs", type=int, default=1, help="optimiser steps of a rollout")
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--warmup", type=int, default=5, help="steps in which the learning rate rises")
+    parser.add_argument("--anchor", type=float, default=1e-3, help="weight of the supervised loss in the post-training")
     parser.add_argument("--ema", type=float, default=0.9)
     parser.add_argument("--episodes", type=int, default=150, help="training episodes of each task, the base's")
     parser.add_argument("--test-episodes", type=int, default=15, help="held-out episodes of each task")
