@@ -287,6 +287,8 @@ def table(options: argparse.Namespace) -> None:
     rows = [json.loads(p.read_text()) for p in sorted(folder(options).glob("*.json"))]
     policies = [row for row in rows if "policy" in row]
     rows = [row for row in rows if "contexts" in row]
+    for row in rows:  # the first ones do without
+        row["contexts"].setdefault("centroid_decoded", [np.nan] * len(row["contexts"]["reward"]))
     names = ("reward", "reward_ode", "reward_copy", "l1", "cosine", "centroid_error", "centroid_decoded")
     names += ("sharpness", "diversity")
     print(f"\n| row | seed | {' | '.join(names)} | gradient cosine |\n|{'---|' * (len(names) + 3)}")
