@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_modules.hub import FILES
 
 
 class Memory(NamedTuple):
@@ -127,6 +130,14 @@ def _zeros(data: LightningDataModule) -> tuple[Any, str]:
     return SimpleNamespace(train_dataloader=lambda: [(image,)]), text
 
 
+def _absent(model: LightningModule) -> Iterator[str]:
+    """Files of weights that the module's options name and that are not there."""
+    for name, value in model.hparams.items():
+        for source in value if isinstance(value, list) else [value]:
+            if isinstance(source, str) and Path(source).suffix in FILES and not Path(source).exists():
+                yield f"{name} {source}"
+
+
 def dry_run(trainer: Trainer, model: LightningModule, data: LightningDataModule | None, devices: int) -> Iterator[str]:
     """Lines about the sizes of a fit: batch, parameters, memory. Prepares the data, and builds the rest on paper.
 
@@ -162,6 +173,8 @@ def dry_run(trainer: Trainer, model: LightningModule, data: LightningDataModule 
     yield f"parameters: {sum(p.numel() for p in model.parameters()):,}"
     yield f"trainable:  {trained:,}"
     yield from _parts(model, "  ")
+    for name in _absent(model):
+        yield f"not there, and a fit needs it: {name}"
     yield "memory on each device in MiB, estimated:"
     yield f"  {'':20}{'weights':>12}{'gradients':>12}{'optimiser':>12}{'sum':>12}"
     rows = [("one device", 1, "one"), ("DDP", 2, "ddp")]

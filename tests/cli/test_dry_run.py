@@ -64,6 +64,15 @@ def test_digits_as_it_is(capsys):
     assert rows["FSDP2 on 8 devices"][2] == pytest.approx(state / 8, abs=0.05)
 
 
+def test_weights_that_are_not_there_are_named(capsys):
+    """Sizes are known without them; a fit would not begin."""
+    assert "not there" not in dry_run(["ann_snn/digits"], capsys)
+    text = dry_run(["ann_snn/digits", "--model.init_from", "gone.ckpt"], capsys)
+    assert "\nnot there, and a fit needs it: init_from gone.ckpt\n" in text
+    text = dry_run(["graph_pfn/paper_finetuning"], capsys)
+    assert len(re.findall("not there, and a fit needs it: init_from", text)) == 2
+
+
 METHODS = [name for name in configs.names() if name.split("/")[0] not in configs.OVERLAYS]
 REFUSED = {  # what nobody but the user has, and what the one line names
     "dyn_vpp/paper_calvin": "videos 'data/calvin'",
