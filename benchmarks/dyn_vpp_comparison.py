@@ -144,6 +144,23 @@ def experts(options: argparse.Namespace, **more: Any) -> ExpertVideos:
     return data
 
 
+def quiet_trainer(options: argparse.Namespace, steps: int, callbacks: list[Callback]) -> Trainer:
+    """Trains for so many steps, validates and writes nothing."""
+    return Trainer(
+        max_steps=steps or -1,
+        accelerator="auto",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        callbacks=callbacks,
+        default_root_dir=options.data,
+    )
+
+
 def run_one(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train and score one row."""
     seed_everything(seed, verbose=False)
@@ -168,19 +185,7 @@ def run_one(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     else:
         module = VideoDiffusion(**shared)
     curve, ema = Curve(post), EMA(options.ema)
-    trainer = Trainer(
-        max_steps=steps or -1,
-        accelerator="auto",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        callbacks=[ema, curve],
-        default_root_dir=options.data,
-    )
+    trainer = quiet_trainer(options, steps, [ema, curve])
     start = time.process_time()
     if steps:
         trainer.fit(module, data)
@@ -213,19 +218,8 @@ def run_policy(name: str, seed: int, options: argparse.Namespace) -> dict[str, A
         lr_scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, options.policy_steps),
         seed=seed,
     )
-    trainer = Trainer(
-        max_steps=options.policy_steps,
-        accelerator="auto",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        callbacks=[Rollouts(options.policy_episodes, picture=0, latency_calls=0)],
-        default_root_dir=options.data,
-    )
+    rollouts = Rollouts(options.policy_episodes, picture=0, latency_calls=0)
+    trainer = quiet_trainer(options, options.policy_steps, [rollouts])
     data = experts(options, batch_size=32, every=2)
     start = time.process_time()
     trainer.fit(policy, data)

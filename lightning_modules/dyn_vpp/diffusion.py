@@ -184,7 +184,7 @@ class VideoDiffusion(LightningModule):
         """Forget the latents of other data; load LPIPS for a test."""
         self._latents = {}
         if stage == "test" and self.hparams["perceptual"]:
-            self._perceptual = [PerceptualDistance(self.hparams["perceptual"]).to(self.device)]
+            self._perceptual = [PerceptualDistance(self.hparams["perceptual"])]
 
     def train(self, mode: bool = True) -> "VideoDiffusion":
         """The autoencoder always stays in evaluation mode."""

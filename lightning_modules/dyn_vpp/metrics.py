@@ -54,6 +54,7 @@ class PerceptualDistance(nn.Module):
     @torch.no_grad()
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         """Distances of two batches of pictures in [-1, 1], `[n 3 h w]` twice -> `[n]`."""
+        self.network.to(first.device)  # it is no part of the module that Lightning moves
         pairs = zip(first.split(self.rows), second.split(self.rows), strict=True)
         return torch.cat([self.network(a, b).flatten() for a, b in pairs])
 

@@ -72,7 +72,8 @@ class DynVPP(VideoDiffusion):
         rescale: Undo the factor that makes the policy term's gradient tiny at large sigma.
         kl_weight: Weight of the divergence from the base.
         drift_weight: Weight of the mean squared change of the predicted clean latents against the base.
-        anchor_weight: Weight of the supervised loss.
+        anchor_weight: Weight of the supervised loss; 0 in the paper. With `rescale` the policy term's gradient is
+            std / (c h w) times that of the mean reward: weights of that order balance the two, see the card.
         l1_weight: Of the reward.
         cosine_weight: Of the reward.
         difference_weight: Of the reward for the change from frame to frame; 0 in the paper.
@@ -165,7 +166,7 @@ class DynVPP(VideoDiffusion):
         """See the base class; LPIPS where the reward has it."""
         super().setup(stage)
         if stage == "fit" and self.hparams["perceptual_weight"]:
-            self._perceptual = [PerceptualDistance(self.hparams["perceptual"]).to(self.device)]
+            self._perceptual = [PerceptualDistance(self.hparams["perceptual"])]
 
     def configure_model(self) -> None:
         """Build the model once, and keep a copy of its U-Net where the base is the reference."""

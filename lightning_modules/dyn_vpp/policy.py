@@ -26,8 +26,8 @@ class VideoPolicy(LightningModule):
     up, gives features; a video former condenses them, and a diffusion transformer denoises the actions. All randomness
     of a training sample is a function of (seed, epoch, clip).
 
-    Batches are `datamodules.videos.Clips`: the first frame of video `[b f 3 h w]`, tokens `[b l]`, the first `horizon`
-    of action `[b n a]`, index `[b]`.
+    Batches are `datamodules.videos.Clips`: the first frame of video `[b f 3 h w]`, tokens `[b l]` (caption, where the
+    video model reads text by CLIP), the first `horizon` of action `[b n a]`, index `[b]`.
 
     Logged: `train/loss` (mean squared error of the network's raw output, about 1 for one that knows nothing),
     `val/loss` on the same noise in every epoch, `val/action_error` (mean absolute error of a generated chunk, in the

@@ -104,6 +104,10 @@ class ClipText(nn.Module):
         return torch.cat([hidden, hidden], dim=-1)
 
     def _read(self, tokens: Tensor, caption: Sequence[str]) -> Any:
+        if len(caption) != len(tokens):
+            raise ValueError(
+                f"CLIP reads the instructions themselves: {len(tokens)} captions are needed, not {len(caption)}"
+            )
         padded = self.tokenizer(
             list(caption), padding="max_length", max_length=self.length, truncation=True, return_tensors="pt"
         )

@@ -132,6 +132,8 @@ def test_perceptual_distance_is_torchmetrics_pair_by_pair(monkeypatch):
     for i in range(5):
         assert found[i].item() == pytest.approx(theirs(first[i : i + 1], second[i : i + 1]).item(), rel=1e-4)
     assert PerceptualDistance("alex")(first, first).abs().max() < 1e-6
+    # it follows its pictures: Lightning moves a module only after `setup`
+    assert PerceptualDistance("alex")(first.to("meta"), second.to("meta")).device.type == "meta"
 
 
 def test_missing_perceptual_weights_are_named(monkeypatch):

@@ -311,15 +311,15 @@ def test_the_reward_may_have_decoded_frames(home, base, monkeypatch):
     """Each part lowers the reward by its weight times what it measures."""
     monkeypatch.setattr(f"{DynVPP.__module__}.PerceptualDistance", stand_in)
     rewards = []
-    parts = [{}, {"pixel_weight": 2.0}, {"perceptual_weight": 3.0}, {"pixel_weight": 2.0, "perceptual_weight": 3.0}]
-    for i, part in enumerate(parts):
+    weights = [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (2.0, 3.0)]
+    for i, part in enumerate({"pixel_weight": a, "perceptual_weight": b} for a, b in weights):
         module = post(base, perceptual="alex", **part)
         module.log_dict = lambda values, **_: rewards.append(values["train/reward"].item())
         trainer(home / f"pixels_{i}", max_steps=1, limit_val_batches=0).fit(module, data(home))
     losses = [rewards[0] - r for r in rewards[1:]]
     assert min(losses) > 1e-3
-    assert losses[2] == pytest.approx(losses[0] + losses[1], rel=1e-4)
-    assert losses[1] / 3 < losses[0]  # absolute differences up to 2 are not below half of their squares
+    assert losses[2] == pytest.approx(2 * losses[0] + 3 * losses[1], rel=1e-4)
+    assert losses[1] <= 2 * losses[0]  # squares of differences up to 2 against the differences
 
 
 @pytest.mark.long

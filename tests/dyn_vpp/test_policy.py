@@ -205,6 +205,8 @@ def test_clip_reads_the_instruction(clip_video, tmp_path):
     assert not np.array_equal(first, VideoRolloutPolicy(model, [], caption="reach").act(picture))
     with pytest.raises(ValueError, match="reads text by CLIP: give the instruction as caption"):
         VideoRolloutPolicy(model, [])
+    with pytest.raises(ValueError, match="CLIP reads the instructions themselves: 2 captions are needed, not 0"):
+        module({"image": pictures[:, None], "tokens": tokens}, noise)
 
 
 def test_a_base_and_a_policy_learn_with_clip(clip_video, tmp_path):
