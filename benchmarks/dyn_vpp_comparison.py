@@ -302,7 +302,8 @@ def table(options: argparse.Namespace) -> None:
     heads = ("reward", "bound", "ODE reward", "bound", "centre", "bound", "decoded centre", "bound")
     heads += ("sharpness", "diversity")
     print(f"| trained | row | seed | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 3)}")
-    for post in (row for row in rows if row["row"].startswith("post") or row["row"] == "small"):
+    trained = [row for row in rows if row["row"].startswith("post") or row["row"] == "small"]
+    for post in trained:
         others = {row["row"]: row for row in rows if row["seed"] == post["seed"] and not row["row"].startswith("post")}
         if "base" in others:
             others["copy"] = others["base"]
@@ -331,12 +332,11 @@ def table(options: argparse.Namespace) -> None:
             print(f"| {row['row'].removeprefix('policy_')} | {row['seed']} | {cells} |")
     figure = new_figure(7, 4)
     axis = figure.subplots()
-    for row in rows:
-        if row["row"].startswith("post") or row["row"] == "small":
-            axis.plot(row["curve"], label=f"{row['row']}, seed {row['seed']}", linewidth=0.9)
+    for row in trained:
+        axis.plot(row["curve"], label=f"{row['row']}, seed {row['seed']}", linewidth=0.9)
     axis.set_xlabel("iteration")
     axis.set_ylabel("reward of the training groups")
-    if rows:
+    if trained:
         axis.legend(fontsize=7)
         figure.savefig(folder(options) / "curves.png")
 
