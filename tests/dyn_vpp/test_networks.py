@@ -1,3 +1,4 @@
+import copy
 import math
 from contextlib import contextmanager
 
@@ -94,13 +95,24 @@ def test_group_chunks_guidance_and_sigmas_agree_with_one_by_one(unet):
 
 
 def test_ratio_and_shared_gradient_of_the_unet(unet):
-    """The shared first step gives the gradient of the longer way, and ratio 1, with guidance and micro-batches."""
+    """The shared first step gives the gradient of the longer way, and ratio 1, with guidance and micro-batches.
+
+    In float64: other numbers of rows in a pass round otherwise, and how much is the processor's affair. In float32 the
+    ratio is 1 where the passes are alike, which is the first case.
+    """
     b, g, f = 2, 3, 3
     c, scales, schedule = condition(), guidance_scales(f, 3.0), hybrid_schedule(karras_sigmas(2, 0.1, 20.0))
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(b, 1, f, 4, 8, 8, generator=generator)
     noise = torch.randn(1, b, g, f, 4, 8, 8, generator=generator)
     advantages = torch.randn(b, g, f, generator=generator)
+    result = rollout(lambda x, s: predict_clean(unet, x, s, c, scales), start, noise, schedule)
+    again = policy_loss(lambda x, s: predict_clean(unet, x, s, c, scales), result.steps[0], advantages)
+    assert again.ratio_error < 1e-6
+
+    unet = copy.deepcopy(unet).double()
+    start, noise, advantages = start.double(), noise.double(), advantages.double()
+    c, scales = Condition(*(part.double() for part in c)), scales.double()
     gradients = []
     for z, rows in ((start, None), (start, 1), (start.repeat(1, g, 1, 1, 1, 1), 4)):
         result = rollout(lambda x, s: predict_clean(unet, x, s, c, scales, rows=4), z, noise, schedule)
@@ -113,14 +125,13 @@ def test_ratio_and_shared_gradient_of_the_unet(unet):
                 part.advantages,
                 rescale=True,
             )
-            assert loss.ratio_error < 1e-6
+            assert loss.ratio_error < 1e-12
             (part.weight * loss.loss).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in unet.parameters() if p.grad is not None]))
     scale = gradients[0].abs().max().item()
     assert scale > 0
     for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0], atol=1e-4 * scale, rtol=1e-3)
-    unet.zero_grad()
+        torch.testing.assert_close(other, gradients[0], atol=1e-12 * scale, rtol=1e-9)
 
 
 @contextmanager
