@@ -44,7 +44,7 @@ RESULTS = Path(__file__).parent / "results" / "dyn_vpp" / "comparison"
 ARM = (0.43, 0.08, 0.08)
 """Colour of the robot arm in the ray-cast pictures: the object whose centre is measured."""
 LATENTS: dict[int, torch.Tensor] = {}
-"""Of the clips, by number."""
+"""Of the clips, by number: all rows of a run have the same base, so each clip is encoded once."""
 KEPT = (
     "base", "sigma_min", "sigma_max", "steps", "contexts", "group", "iterations", "inner_epochs", "lr", "warmup",
     "anchor", "ema", "episodes", "test_episodes", "apart", "eval_group", "frames", "stride", "policy_steps",
@@ -95,7 +95,7 @@ class Curve(Callback):
         self.probe, self.values, self.cosines = probe, [], []
 
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """All rows of a run have the same autoencoder: each clip is encoded once."""
+        """Share the encoded clips with the other rows."""
         module._latents = LATENTS
 
     def _cosine(self, trainer: Trainer, module: LightningModule) -> None:
