@@ -12,8 +12,9 @@ supervised steps of 32 clips, which tell whether the base has converged. `policy
 on the features of the base or of the seed's post-trained model (`--models`, where `post` leaves it) and count its
 successes in the simulator.
 
-A row is one JSON file below `benchmarks/results/dyn_vpp/comparison`, written the moment it exists, with command, seed,
-budget and the scores of each context; a second start with the same settings goes on where the first one stopped.
+A row is one JSON file below `benchmarks/results/dyn_vpp/comparison` (or `--results`), written the moment it exists,
+with command, seed, budget and the scores of each context; a second start with the same settings goes on where the
+first one stopped.
 `--stage val` scores validation episodes, for choosing a setting with one seed. `table` prints differences of paired
 contexts with a bootstrap over episodes (contexts of one episode are alike), and draws the curves.
 """
@@ -263,7 +264,7 @@ def run(options: argparse.Namespace) -> None:
 
 def folder(options: argparse.Namespace) -> Path:
     """Where the rows of a stage and a sampler lie."""
-    return RESULTS / options.stage / f"sigma{options.sigma_max:g}to{options.sigma_min:g}_steps{options.steps}"
+    return options.results / options.stage / f"sigma{options.sigma_max:g}to{options.sigma_min:g}_steps{options.steps}"
 
 
 def means(row: dict[str, Any]) -> dict[str, float]:
@@ -368,6 +369,7 @@ def main() -> None:
     parser.add_argument("--stride", type=int, default=8, help="recorded frames between two of a clip, the base's")
     parser.add_argument("--eval-group", type=int, default=4, help="samples of a context")
     parser.add_argument("--models", help="folder for the models of `post`, which `policy_post` reads")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--policy-steps", type=int, default=1000)
     parser.add_argument("--policy-episodes", type=int, default=50, help="of each task in the simulator")
     parser.add_argument("--data", default="data", help="where episodes are kept")

@@ -41,7 +41,10 @@ def test_importing_one_method_loads_no_other():
 
 @pytest.mark.long
 def test_startup_adds_little_to_the_imports():
-    """From `fulgurite fit` to the first step: under 3 seconds of CPU more than torch and lightning take to import."""
+    """From `fulgurite fit` to the first step: under 3/4 of the CPU time that torch and lightning take to import.
+
+    Measured: 0.47, 2.8 s beside 5.9 s. A ratio, since seconds are another number on another processor.
+    """
     from benchmarks.startup import FIT, IMPORTS, cpu_seconds
 
-    assert min(cpu_seconds(FIT) - cpu_seconds(IMPORTS) for _ in range(2)) < 3
+    assert min(cpu_seconds(FIT) / cpu_seconds(IMPORTS) - 1 for _ in range(2)) < 0.75

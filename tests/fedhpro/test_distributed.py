@@ -25,7 +25,7 @@ def test_two_processes_equal_one(folder, name):
     assert one["state_dict"].keys() == two["state_dict"].keys()
     for key, value in one["state_dict"].items():
         # per-sample gradients are summed in another order when ranks share a batch
-        atol = 1e-6 if name in two_processes.DDP else 1e-4
+        atol = 1e-6 if name in two_processes.DDP else 1e-5
         torch.testing.assert_close(two["state_dict"][key], value, atol=atol, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
     assert one["client_states"].keys() == two["client_states"].keys()
     logged = [torch.load(folder / f"{name} {world}.logged", weights_only=True) for world in (1, 2)]

@@ -22,16 +22,12 @@ DDP = {
         {"train_size": 100},
     ),
 }
+SMOOTH = {"network": "tests.fedhpro.toys.SmoothCNN", "network_args": {}, "local_batch_size": 8}
 FSDP2 = {
-    "sharded fedhpro": ("HyperPrototypes", {"local_batch_size": 8}, {"clients": 3}),
-    "sharded by blocks": (
-        "HyperPrototypes",
-        {"network": "ResNet10", "network_args": {"in_channels": 1, "width": 4, "norm": "gn"}, "local_batch_size": 8},
-        {"clients": 2, "train_size": 60},
-    ),
-    "sharded fedtgp": ("FedTGP", {"local_batch_size": 8}, {"clients": 3}),
-    # at its own temperature of 0.02, FPL makes 1e-3 of a difference in rounding
-    "sharded fpl": ("FPL", {"strategy_args": {"tau": 0.5}, "local_batch_size": 8}, {"clients": 3}),
+    "sharded fedhpro": ("HyperPrototypes", {**SMOOTH, "network": "tests.fedhpro.toys.WholeCNN"}, {"clients": 3}),
+    "sharded by blocks": ("HyperPrototypes", SMOOTH, {"clients": 2, "train_size": 60}),
+    "sharded fedtgp": ("FedTGP", SMOOTH, {"clients": 3}),
+    "sharded fpl": ("FPL", SMOOTH, {"clients": 3}),
 }
 
 
