@@ -1,7 +1,8 @@
 """CPU time from `fulgurite fit -c ann_snn/digits` to the first training step, beside that of `import torch, lightning`.
 
 `python benchmarks/startup.py` prints both, medians of three runs in turn, and their difference, which is what
-the toolkit itself adds, also as a share of the first: its own imports, parsing, reading the data and building the model.
+the toolkit itself adds, also as a share of the first: its own imports, parsing, reading the data and building the
+model.
 """
 
 import os
