@@ -358,7 +358,7 @@ class SpikingNetwork(nn.Module):
         for module in self.network.modules():
             if isinstance(module, OverTime):
                 module.time_steps = time_steps
-        x = _channels_last(x)
+        x = _channels_last(x, self.network)
         if self.memory_optimised and torch.is_grad_enabled():
             self._pieces = self._pieces or recompute.cut(self.network)
             logits, totals = recompute.run(self._pieces, x)
@@ -605,9 +605,17 @@ class SimulationOutput(NamedTuple):
     features: dict[str, torch.Tensor]
 
 
-def _channels_last(x: torch.Tensor) -> torch.Tensor:
-    """The same image with its channels innermost, which all later layers keep: faster convolutions on CPUs."""
+def _channels_last(x: torch.Tensor, network: nn.Module) -> torch.Tensor:
+    """The same image with its channels innermost, which all later layers keep: faster convolutions on CPUs.
+
+    A network with a strided 1x1 convolution of few channels gets `x` as it is: on processors with AVX2 but not AVX-512
+    oneDNN's backward pass writes past its buffer there if there are fewer than 8 (oneDNN's issue 6035).
+    """
     if x.dim() != 4 or x.device.type != "cpu":
+        return x
+    convolutions = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d)]
+    strided = [c for c in convolutions if c.kernel_size == (1, 1) and c.stride != (1, 1)]
+    if any(c.in_channels // c.groups < 16 for c in strided):  # AVX-512's block; AVX2's is 8
         return x
     return torch.empty_like(x, memory_format=torch.channels_last).copy_(x)
 
@@ -705,5 +713,5 @@ def teacher_features(
     """
     found: dict[str, torch.Tensor] = {}
     with capture(teacher, {label: pair.teacher for label, pair in monitored.items()}, found.__setitem__):
-        logits = teacher(_channels_last(x))
+        logits = teacher(_channels_last(x, teacher))
     return logits, found

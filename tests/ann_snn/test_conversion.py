@@ -178,6 +178,18 @@ def test_errors_of_simulate(small, images):
         simulate(student, images, 0)
 
 
+@pytest.mark.parametrize(("channels", "last"), [((4, 6), False), ((16, 24), True)])
+def test_channels_are_innermost_where_the_library_can(channels, last, images):
+    """oneDNN's AVX2 kernel for strided 1x1 convolutions of fewer than 8 channels corrupts memory in that layout."""
+    student = convert(settled(SmallResNet(channels, (1, 2), classes=3), 1, 8, 8), [images])
+    seen = []
+    for layer in student.network.modules():
+        if isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1):
+            layer.register_forward_hook(lambda _, args, out: seen.append(args[0].flatten(0, 1)))  # t b c h w
+    simulate(student, images, 3)
+    assert [x.is_contiguous(memory_format=torch.channels_last) for x in seen] == [last]
+
+
 @pytest.mark.parametrize("options", [{}, {"train_threshold": True, "train_v0": True}])
 def test_memory_optimised_training_is_exact(small, images, options):
     student, teacher = convert(small, [images], **options), prepare(small)
