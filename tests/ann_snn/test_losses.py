@@ -25,7 +25,11 @@ def test_cka_properties(seed, n, d, scale):
     cka = linear_cka(x, y)
     assert -1e-12 <= cka <= 1 + 1e-12
     k, q = (float((c @ c.T).norm()) for c in (x - x.mean(0), y - y.mean(0)))
-    close = lambda norms: {"rtol": 1e-9 + 1e-9 / norms, "atol": 1e-9}  # the 1e-9 of the denominator beside the norms
+
+    def close(norms: float) -> dict[str, float]:
+        """Tolerances: what the denominator's 1e-9 is beside the norms."""
+        return {"rtol": 1e-9 + 1e-9 / norms, "atol": 1e-9}
+
     torch.testing.assert_close(linear_cka(x, x), torch.ones_like(cka), **close(k * k))
     rotation = torch.linalg.qr(features(d, d, seed=seed + 2))[0]
     torch.testing.assert_close(linear_cka(scale * x @ rotation + 3.0, y), cka, **close(min(1, scale**2) * k * q))
