@@ -95,6 +95,8 @@ def test_a_resumed_fit_and_a_test_go_on_in_the_same_run(tmp_path, monkeypatch):
     run(["test", "-c", str(config), "--ckpt_path", last], tmp_path)
     assert (folder / "test_metrics.csv").is_file()
     assert len(list(folder.glob("wandb/*run-*"))) == 3
+    wandb.finish()
+    wandb.teardown()  # W&B reads its environment once a process: a later test must not be disabled too
 
 
 SHOWN = {  # a config of every other method: its pictures, films and sounds; and its tables
